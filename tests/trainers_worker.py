@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -169,6 +169,17 @@ class CountsAll(Counts):
     """The Trainer does not know that the loss leaves out each row's first label, as of GPT-2's."""
 
     loss_type = None
+
+
+class Between(TrainerCallback):
+    """Changes clipped gradients, and from then on by which norm they are clipped."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **named):
+        assert model is not None
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 2
+        args.max_grad_norm *= 0.8
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -88,7 +88,7 @@ class Hooks:
         """Give the fake parameters the gradients' hooks of the real ones; whether there are any."""
         hooks = [(r.name, hook) for r in registered for hook in compat.gradient_hooks(r.tensor)]
         for name, hook in hooks:
-            if name in wanted:
+            if self._gradients and name in wanted:
                 wanted[name].register_hook(self.noted("hook", f"the gradient of {name}", hook))
         return bool(hooks)
 

@@ -7,6 +7,7 @@ a step of 4 microbatches of 8 rows          the first pipeline: all steps of an 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -107,12 +108,17 @@ class Sizes:
         number, rows = rows_of(batch), min(rows, most)
         if number > most:
             raise OptionError(f"A batch of the evaluation has {number} rows, and {most} were announced.")
-        pipe = self._evaluates(batch, rows, most, outputs, has_loss)
+        with warnings.catch_warnings(record=True) as warned:
+            pipe = self._evaluates(batch, rows, most, outputs, has_loss)
         step = pipe.plan.step
         divides = any(divisor in names for names in step.leaves)
-        if divides and not (step.has_total and number == step.microbatches * rows):
-            # The number is of these rows: they are one microbatch.
+        joins = bool(pipe.plan.own_means) and number > rows
+        if joins or (divides and not (step.has_total and number == step.microbatches * rows)):
+            # The number is of these rows, or the loss no mean over them: they are one microbatch.
             pipe = self._evaluates(batch, number, number, outputs, has_loss)
+        else:
+            for each in warned:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return pipe.evaluate(dict(batch), outputs=outputs, outputs_on="all")
 
     def _evaluates(

@@ -90,6 +90,7 @@ class Trainer(transformers.Trainer):
         as_only_process(args)
         self._options, self._outputs, self._figures = {**(pipeline or {}), "ranks": ranks}, outputs, figures
         self._updates: Any = None
+        self._accumulated = 0
         self._given: list[list[Microbatch]] = []
         super().__init__(model, args, *more, **named)
         if self.optimizer is not None or self.lr_scheduler is not None:
@@ -117,7 +118,8 @@ class Trainer(transformers.Trainer):
             return self.pipe
         example = self._example()
         count = self._get_num_items_in_batch([example], self.args.device)
-        microbatches = self._options.get("microbatches", self.args.gradient_accumulation_steps)
+        self._accumulated = self.args.gradient_accumulation_steps
+        microbatches = self._options.get("microbatches", self._accumulated)
         if microbatches == 1 and self._options["ranks"] > 1 and self.args.process_index == 0:
             warnings.warn(
                 "gradient_accumulation_steps=1 makes steps of one microbatch, in which ranks run one after "
@@ -164,11 +166,21 @@ class Trainer(transformers.Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         self._given = []
+        if self._accumulated not in (0, self.args.gradient_accumulation_steps):
+            raise OptionError(
+                f"gradient_accumulation_steps was {self._accumulated} when the pipeline was compiled, and is "
+                f"{self.args.gradient_accumulation_steps}: make another Trainer for steps of another size."
+            )
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep a microbatch; run the step with the last one of an update.  Returns the loss of the step then
         and 0 before: their sum is that of what ``transformers.Trainer`` returns."""
+        if self._updates is None:
+            raise OptionError(
+                f"{type(self).__name__} makes its optimizer of the whole model, of which a rank holds a "
+                "part: give optimizer_cls_and_kwargs=(class, options), and remove its create_optimizer."
+            )
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
         parts = self._microbatches(inputs)
@@ -197,23 +209,20 @@ class Trainer(transformers.Trainer):
                 for names, decay in zip(parts, (args.weight_decay, 0.0), strict=True)
                 if names
             ]
-            largest = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else float("inf")
-            self._updates = pipe.optimizer(kind, groups=groups, clip_grad_norm=largest, **options)
+            self._updates = pipe.optimizer(kind, groups=groups, **options)
             self.optimizer = self._updates
         return self.optimizer
 
-    def _clip_grad_norm(self, model: nn.Module) -> float:
-        return float("nan")  # the optimizer clips, and ``log`` has the norm
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self._updates.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        return float("nan")
+        return float(self._updates.grad_norm() if grad_norm is None else grad_norm)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "grad_norm" in logs and self._updates is not None and self.pipe is not None:
-            norm = self._updates.last_norm
-            logs["grad_norm"] = float("nan") if norm is None else float(norm)
-            found = self.pipe.figures() if self._figures else {}
-            logs |= {name: x for name, x in found.items() if name not in ("step", "norm")}
+        if self._figures and "grad_norm" in logs and self.pipe is not None:
+            figures = self.pipe.figures()
+            logs |= {name: x for name, x in figures.items() if name not in ("step", "norm")}
         super().log(logs, *args, **kwargs)
 
     # Evaluation

@@ -76,6 +76,11 @@ def check_given(
             f"{cls.__name__} has a compute_loss of its own, and the model runs on several ranks: give what "
             "is behind its output as compute_loss_func=(outputs, labels, num_items_in_batch) -> loss."
         )
+    if options.get("validation") == "post":
+        raise OptionError(
+            "pipeline has validation='post', and the Trainer has the norm of each step before its callbacks "
+            "run: leave it out."
+        )
     for name in _FOLLOW:
         if name in options and not (name == "microbatches" and {"dimensions", "example"} <= options.keys()):
             raise OptionError(

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import fxpipe
+from fxpipe.capture.capture_options import CAPTURE_ALL
 from fxpipe.capture.trace import capture
 
 
@@ -61,11 +63,11 @@ SILENT = {
 }
 
 
-def messages(net):
+def messages(net, options=CAPTURE_ALL):
     """The warnings about a model's hooks."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        capture(net, {"x": torch.randn(2, 4)}, None, 1.0, torch.device("cpu"))
+        capture(net, {"x": torch.randn(2, 4)}, None, 1.0, torch.device("cpu"), options)
     return [text for text in (str(one.message) for one in found) if re.match("The .*hook .* of ", text)]
 
 
@@ -79,6 +81,13 @@ def test_a_hook_that_changes_nothing_is_named_with_its_line(says):
         if handle is not None:
             handle.remove()
     assert says.replace("look {}", f"test_hooks.look (test_hooks.py:{LINE})") in text
+
+
+def test_hooks_of_gradients_are_not_missed_where_there_is_no_backward():
+    net = Net()
+    net.b.weight.register_hook(look)
+    net.b.register_full_backward_hook(look)
+    assert messages(net, replace(CAPTURE_ALL, gradients=False)) == []
 
 
 def test_a_hook_that_is_an_object():

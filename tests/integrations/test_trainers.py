@@ -143,8 +143,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         worker.CountsAll, {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}, {}, {},
     ),
     "smoothed labels": (
-        worker.Means, {"label_smoothing_factor": 0.1, "max_steps": 2}, {},
-        {},
+        worker.Means,
+        {"label_smoothing_factor": 0.1, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}, {}, {},
+    ),
+    "a callback between clipping and the update": (
+        worker.Means, {"optim": "sgd", "learning_rate": 1.0}, {}, {"callbacks": [worker.Between()]},
     ),
     "microbatches of several lengths": (
         worker.Means, {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
@@ -299,6 +302,7 @@ REFUSED = {
         more={"train_sampling_strategy": "batch_rebalance"}
     ),
     "pipeline has 'microbatches'": lambda small: small(pipeline={"microbatches": 4}),
+    "pipeline has validation='post'": lambda small: small(pipeline={"validation": "post"}),
     "ranks=2 has 2 processes, and 1 were started": lambda small: small(pipeline={"ranks": 2}),
     "no model_init": lambda small: small(model_init=worker.Means),
     "optimizers= are made of a whole model": lambda small: small(
@@ -327,6 +331,25 @@ def test_an_optimizer_of_the_whole_model_is_refused_before_anything_is_compiled(
     with pytest.raises(OptionError, match="is made of the whole model"):
         trainer.train()
     assert trainer.pipe is None
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+        return self.optimizer
+
+
+class Halves(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **named):
+        args.gradient_accumulation_steps = 2
+
+
+def test_what_the_trainer_learns_in_a_run_is_refused(small):
+    trainer = OwnOptimizer(worker.Means(), small().args, train_dataset=worker.Rows())
+    with pytest.raises(OptionError, match="OwnOptimizer makes its optimizer of the whole model"):
+        trainer.train()
+    with pytest.raises(OptionError, match="was 4 when the pipeline was compiled, and is 2: make another"):
+        small(more={"max_steps": 2}, callbacks=[Halves()]).train()
 
 
 def test_processes_that_the_arguments_do_not_know(monkeypatch, small):

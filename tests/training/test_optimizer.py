@@ -484,6 +484,20 @@ def test_the_norm_is_of_all_ranks():
     assert float(largest.grad_norm()) == 7.0
 
 
+def test_gradients_are_clipped_before_the_update():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 0.0])
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = PipelineOptimizer(inner, {parameter: "a"}, [parameter], OtherRanks(16.0))
+    assert float(optimizer.clip_grad_norm_(1.0)) == 5.0
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0]))
+    parameter.grad *= 10  # which is clipped no more
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-6.0, 0.0]))
+    with pytest.raises(OptionError, match=r"clip_grad_norm is 0 and must be a number above 0\."):
+        optimizer.clip_grad_norm_(0)
+
+
 # -- several classes, and modes ----------------------------------------------------------------------------
 
 MATRICES = {"params": ["layers.*.weight"], "class": torch.optim.Muon, "lr": 0.02}

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -323,6 +323,20 @@ class PipelineOptimizer(Optimizer):
         Waits for all ranks.
         """
         return self.begin_norm()()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, largest: float) -> torch.Tensor:
+        """Clip the gradients of the whole model before ``step``; return the norm that they had, as
+        ``grad_norm`` does.
+
+        For a script that uses the clipped gradients; ``pipe.optimizer(…, clip_grad_norm=…)`` clips in
+        ``step``.  Waits for all ranks.  Raises OptionError for a norm that is no number above 0.
+        """
+        replace(self._clipping, largest=largest)
+        self.settle()
+        norm = self.grad_norm()
+        clip_grads_with_norm_(self._parameters(), largest, norm)
+        return norm
 
     def begin_norm(self) -> Callable[[], torch.Tensor]:
         """Start to compute the norm of all gradients, of which each rank has its number; return the function
