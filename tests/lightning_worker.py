@@ -36,7 +36,10 @@ class Net(pl.LightningModule):
         logits = self(x)
         loss = F.cross_entropy(logits, y)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
-        self.log_dict({"right": (logits.argmax(-1) == y).double().mean(), "rate": 2.0})
+        right = (logits.argmax(-1) == y).double()
+        self.log_dict({"right": right.mean(), "rate": 2.0})
+        self.log("number right", right.sum(), reduce_fx="sum")
+        self.log("largest", logits.max(), reduce_fx="max", on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):

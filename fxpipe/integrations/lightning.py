@@ -2,7 +2,7 @@
 
 Lightning calls                  which here is
 training_step, backward          a step of the pipeline, which was traced from ``training_step``
-self.log in it                   the same call with the mean over the microbatches
+self.log in it                   the same call with what the microbatches have, reduced
 optimizers, schedulers           the module's own, of which a rank updates the parameters that it holds
 validation_step, test_step       a forward in eval mode, of one microbatch
 a checkpoint                     Lightning's, of the whole model and optimizer, written by the first rank
@@ -12,6 +12,7 @@ To Lightning each rank is the only process, as all ranks take the same batches; 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,8 @@ except ModuleNotFoundError as error:
 import fxpipe
 from fxpipe.errors import OptionError
 from fxpipe.integrations.traced_step import Logged, TracedStep
+
+_ACCUMULATES = "accumulate_grad_batches: give larger batches, and PipelineStrategy more microbatches"
 
 
 class PipelineStrategy(SingleDeviceStrategy):
@@ -104,6 +107,13 @@ class PipelineStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if len(self.optimizers) > 1:
             raise OptionError("configure_optimizers gives several optimizers, and a pipeline has one.")
+        for optimizer in self.optimizers:
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is closure.empty:
+                raise OptionError(
+                    f"{type(optimizer).__name__} runs the step several times for an update: take an "
+                    "optimizer that runs it once, such as AdamW."
+                )
         self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
     def _refusal(self, trainer: Any) -> str:
@@ -119,7 +129,7 @@ class PipelineStrategy(SingleDeviceStrategy):
                 "training_step returns the loss"
             )
         if trainer.accumulate_grad_batches != 1:
-            return "accumulate_grad_batches: give larger batches, and PipelineStrategy more microbatches"
+            return _ACCUMULATES
         if trainer.gradient_clip_algorithm not in (None, "norm"):
             return "gradient_clip_algorithm='value': a pipeline clips by the norm of all gradients"
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -140,6 +150,8 @@ class PipelineStrategy(SingleDeviceStrategy):
     # Steps
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._module.trainer.accumulate_grad_batches != 1:  # which callbacks may set
+            raise OptionError(f"{_ACCUMULATES}.")
         pipe, _, logged = self._step_of("training_step", batch, self.microbatches)
         if self._norms is None:
             self._begin(pipe)

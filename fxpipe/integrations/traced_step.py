@@ -27,6 +27,9 @@ _ABSENT = (
     "manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "all_gather",
 )  # fmt: skip
 
+#: By the names that ``self.log`` has for them.
+_REDUCTIONS: dict[Any, Any] = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
 
 @dataclass(frozen=True)
 class Logged:
@@ -37,10 +40,13 @@ class Logged:
     losses: tuple[int, ...]
 
     def give(self, module: LightningModule, values: torch.Tensor, loss: torch.Tensor | None) -> None:
-        """Log the means over the microbatches.  values: [microbatches · (1 + calls)]."""
-        means = values.view(-1, 1 + len(self.calls)).mean(0)[1:]
-        for place, ((name, options), mean) in enumerate(zip(self.calls, means, strict=True)):
-            module.log(name, mean if loss is None or place not in self.losses else loss, **options)
+        """Log what the microbatches have, reduced as Lightning reduces steps, by their mean if it is not said
+        otherwise.  values: [microbatches · (1 + calls)]."""
+        by_call = values.view(-1, 1 + len(self.calls)).T[1:]
+        for place, ((name, options), of_each) in enumerate(zip(self.calls, by_call, strict=True)):
+            reduce = options.get("reduce_fx", "mean")
+            value = _REDUCTIONS.get(reduce, reduce)(of_each)
+            module.log(name, value if loss is None or place not in self.losses else loss, **options)
 
 
 class TracedStep(nn.Module):

@@ -461,6 +461,11 @@ class Modules(lightning_worker.Net):
         return super().training_step(batch, batch_idx)
 
 
+class Closures(lightning_worker.Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
 class ByHand(lightning_worker.Net):
     automatic_optimization = False
 
@@ -490,6 +495,12 @@ RUNS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "automatic_optimization=False": (ByHand, {}, 8),
     "backward of the module would not run": (Backward, {}, 8),
     "accumulate_grad_batches: give larger batches": (lightning_worker.Net, {"accumulate_grad_batches": 2}, 8),
+    "accumulate_grad_batches: give larger": (
+        lightning_worker.Net,
+        {"callbacks": [pl.callbacks.GradientAccumulationScheduler({1: 2})], "max_epochs": 2},
+        8,
+    ),
+    "LBFGS runs the step several times for an update": (Closures, {}, 8),
     "clips by the norm of all gradients": (
         lightning_worker.Net,
         {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
@@ -509,7 +520,7 @@ def test_what_a_strategy_does_not_do_is_refused(text):
     module, options, rows = RUNS[text]
     strategy = PipelineStrategy(microbatches=4, schedule="1f1b")
     quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | lightning_worker.QUIET
-    trainer = pl.Trainer(devices=1, strategy=strategy, **quiet, **options)
+    trainer = pl.Trainer(devices=1, strategy=strategy, **(quiet | options))
     with pytest.raises((OptionError, CaptureError), match=re.escape(text)) as raised:
         trainer.fit(module(), *lightning_worker.loaders(rows))
     assert "runs on the example without fxpipe" not in str(raised.value)  # it does, and that helps nobody
