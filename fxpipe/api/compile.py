@@ -107,30 +107,71 @@ def _compile(
     """on_lanes: the model, where the compiler has chosen its lanes."""
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
-    like, loss_fn, ranks, replicas = arguments.like, arguments.loss_fn, arguments.ranks, arguments.replicas
+    ranks, replicas = _ranks_and_replicas(arguments, lanes)
+    arguments = replace(arguments, ranks=ranks, replicas=replicas)
+    process = _joined(arguments, ranks, device, mesh) if under_torchrun() else None
+    settings, meshes = _agreed(model, example, arguments, ranks, device, process, lanes)
+    if process is not None:
+        make_whole(model, process)
+
+    has_group = torch.distributed.is_initialized() if process is None else process.users_group is not None
+    walked = PythonState.of(model, arguments.loss_fn)
+    compilation = Compilation(model, example, arguments.loss_fn, settings, device, has_group, walked)
+    if process is not None and process.lanes > 1:
+        check_lanes(process, lambda: last_lane_as_text(compilation))
+    choice: MeshChoice | None = None
+    if on_lanes is not None:
+        choice = MeshChoice(on_lanes.mesh, None, on_lanes.meshes)
+        compilation = compilation.on_mesh(choice.mesh)
+    elif len(meshes) > 1:
+        fastest, choice = _mesh_for_all(compilation, meshes, process)
+        compilation = compilation.on_mesh(fastest)
+    if process is not None and meshes:
+        chosen = compilation.options.mesh
+        process = process.with_ranks(chosen.ranks, chosen.replicas, lanes)
+
+    compiled, artifacts = _compiled(compilation, choice, process)
+    if compiled is not None and compiled.artifact.plan.tried:
+        _explain_on_terminal(compiled.artifact.plan)
+    return _pipeline(compilation, compiled, artifacts, process, arguments.like)
+
+
+def _ranks_and_replicas(arguments: Arguments, lanes: int) -> tuple[int | None, int | None]:
+    """Those that the arguments, or the pipeline ``like``, mean on a model's lanes; None of what is open."""
+    like, ranks, replicas = arguments.like, arguments.ranks, arguments.replicas
     if like is not None:
         check_like(like)
         if ranks is None:
             ranks, replicas = like.artifact.plan.ranks, like.replicas
-    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas, lanes)
-    arguments = replace(arguments, ranks=pipeline_ranks, replicas=replicas)
     as_timeout(arguments.timeout)  # an error also where no other rank is
-    process = _joined(arguments, pipeline_ranks, device, mesh) if under_torchrun() else None
+    return ranks_and_replicas(ranks, replicas, lanes)
+
+
+def _agreed(
+    model: nn.Module,
+    example: Any,
+    arguments: Arguments,
+    ranks: int | None,
+    device: torch.device,
+    process: Process | None,
+    lanes: int,
+) -> tuple[Settings, list[TriedMesh]]:
+    """The options, which all ranks have alike, and the meshes among which to choose; none of a given one."""
+    meshes: list[TriedMesh] = []
     with agreed(process, "compile"):
         world = None if process is None else process.world_size // lanes
         request = request_of(
             arguments.devices,
-            pipeline_ranks,
-            replicas,
+            ranks,
+            arguments.replicas,
             arguments.microbatches,
             arguments.batch,
             arguments.shard,
             world,
         )
-        settings = _settled(arguments, pipeline_ranks, process, device)
-        if like is not None:
-            settings = settings_like(settings, like, model)
-        meshes: list[TriedMesh] = []
+        settings = _settled(arguments, ranks, process, device)
+        if arguments.like is not None:
+            settings = settings_like(settings, arguments.like, model)
         if request is None:
             check_options(settings)
         else:
@@ -140,56 +181,47 @@ def _compile(
             of_another = settings.costs not in ("analytic", "measured")  # processes use the tier of their own
             tier = default_tier(device) if of_another else settings.tier
             check_tier(tier, device, settings.offload_directory)
-        alike = {} if process is None else arguments_of(model, example, loss_fn, settings)
+        alike = {} if process is None else arguments_of(model, example, arguments.loss_fn, settings)
         alike |= {name: repr(getattr(arguments, name)) for name in _MESH}
     if process is not None:
         process.check_alike(alike, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
-        make_whole(model, process)
+    return settings, meshes
 
-    has_group = torch.distributed.is_initialized() if process is None else process.users_group is not None
-    walked = PythonState.of(model, loss_fn)
-    compilation = Compilation(model, example, loss_fn, settings, device, has_group, walked)
-    if process is not None and process.lanes > 1:
-        check_lanes(process, lambda: last_lane_as_text(compilation))
 
-    choice: MeshChoice | None = None
-    if on_lanes is not None:
-        settings = replace(settings, mesh=on_lanes.mesh)
-        compilation = replace(compilation, options=settings)
-        choice = MeshChoice(settings.mesh, None, on_lanes.meshes)
-    elif len(meshes) > 1:
-        fastest, choice = _mesh_for_all(compilation, meshes, process)
-        settings = replace(settings, mesh=fastest)
-        compilation = replace(compilation, options=settings)
-    if process is not None and request is not None:
-        process = process.with_ranks(settings.mesh.ranks, settings.mesh.replicas, lanes)
+def _pipeline(
+    of: Compilation,
+    compiled: Compiled | None,
+    artifacts: list[Artifact],
+    process: Process | None,
+    like: Pipeline | None,
+) -> Pipeline:
+    """The pipeline of this process, with the tensors that its rank holds.
 
-    compiled, artifacts = _compiled(compilation, choice, process)
+    of: what was compiled.  compiled: on the rank that did.  artifacts: see ``_compiled``.
+    """
     artifact, *others = artifacts
-    if compiled is not None and artifact.plan.tried:
-        _explain_on_terminal(artifact.plan)
+    model = of.model
     with agreed(process, "compile"):
         parameters, buffers = held_of(model, artifact.plan, None if process is None else process.rank)
     pipe = Pipeline(
         artifact=artifact,
         parameters=parameters,
         buffers=buffers,
-        device=device,
+        device=of.device,
         process=None if process is None else process.for_pipeline(artifact.plan.model),
         of=(lambda: model) if process is None else weakref.ref(model),
         then=Traced(
             parameters,
             model,
             {name for each in artifacts for name in each.plan.own_hooks},
-            PythonGuards(model, loss_fn, compiled.captured.sources if compiled else (), walked),
+            PythonGuards(model, of.loss_fn, compiled.captured.sources if compiled else (), of.walked),
         ),
         graph=compiled.cut.graph if compiled else None,
         sections=compiled.cut.sections if compiled else (),
-        offload_directory=settings.offload_directory,
+        offload_directory=of.options.offload_directory,
         like=like,
         updates=updates_of(model) if like is None else like.updates,
-    )
-    pipe = pipe.with_others(others)
+    ).with_others(others)
     if process is not None:
         pipe.share_model(model)
     return pipe

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe.compiler.options import Settings
+from fxpipe.plan.meshes import Mesh
 from fxpipe.python_state.walk import PythonState
 
 
@@ -32,3 +33,7 @@ class Compilation:
     walked: PythonState | None = None
     has_programs: bool = True
     fused_attention: bool = False
+
+    def on_mesh(self, mesh: Mesh) -> Compilation:
+        """The same for another number of ranks, replicas or microbatches."""
+        return replace(self, options=replace(self.options, mesh=mesh))
