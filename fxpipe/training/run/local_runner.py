@@ -149,13 +149,9 @@ class LocalRunner:
         looks: Looks,
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
-        if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
-            raise RunError(
-                "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
-                "them. Call pipe.step(batch) on all ranks, or start the script as one process."
-            )
-        spec, other = self.plan.step, self._for_assumed
         at_least_one("threads", threads)
+        self._check_local(replay, measure_memory or bool(looks))
+        spec, other = self.plan.step, self._for_assumed
         lengths = or_example(spec, lengths_of(spec, batch, self.plan.replicas))
         if other is not None:
             when = other.plan.when
@@ -183,35 +179,15 @@ class LocalRunner:
             rt.spec, rt.sizes = spec, of_replicas[number // (world.ranks * world.lanes)]
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
         if replay:
-            if spec.lengths:
-                raise RunError(
-                    "A captured step is replayed for one length, and the programs take several: leave out "
-                    "replay=True, or dimensions of fxpipe.compile."
-                )
-            if measure_memory or looks:
-                raise RunError(
-                    "A replay has no ops to look at: leave out replay=True where run_local is to measure "
-                    "memory, to give outputs, to check or to record."
-                )
             losses = self._replay_locally(ranks, batch, threads)
         else:
             losses = self._run_locally(world, runtimes, batch, programs, threads, looks, meters)
-        first = runtimes[: world.ranks * world.lanes]  # of replica 0: all replicas have the same sums
-        by_name = joined(gradients(self.plan, world, runtimes))
-        for runtime in first:
-            self.state.store_buffers(runtime)
-        grads = {name: by_name[name] for name in self.state.parameters if name in by_name}
+        for rt in runtimes[: world.ranks * world.lanes]:  # of replica 0: all replicas have the same sums
+            self.state.store_buffers(rt)
+        grads = self._grads_of(ranks)
         if replay:  # the next one writes to the same memory
             grads = {name: grad.clone() for name, grad in grads.items()}
-        of_each = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes[:: world.lanes]]
-        collected = {
-            name: torch.cat([outputs[name] for outputs in of_each if name in outputs])
-            for name in {name for outputs in of_each for name in outputs}
-        }
-        listed: Listed = {}
-        for rt in runtimes[:: world.lanes]:
-            for name, values in rt.collected.in_order().items():
-                listed.setdefault(name, []).extend(values)
+        collected, listed = _outputs_of(runtimes[:: world.lanes])
         return LocalResult(
             losses[0],
             grads,
@@ -220,6 +196,29 @@ class LocalRunner:
             {} if is_list else {name: collected[name] for name in wanted},
             {name: listed[name] for name in wanted} if is_list else {},
         )
+
+    def _check_local(self, replay: bool, looks: bool) -> None:
+        """Raise RunError for a step that cannot be run so.  looks: whether anything is to be seen of it."""
+        if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
+            raise RunError(
+                "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
+                "them. Call pipe.step(batch) on all ranks, or start the script as one process."
+            )
+        if replay and self.plan.step.lengths:
+            raise RunError(
+                "A captured step is replayed for one length, and the programs take several: leave out "
+                "replay=True, or dimensions of fxpipe.compile."
+            )
+        if replay and looks:
+            raise RunError(
+                "A replay has no ops to look at: leave out replay=True where run_local is to measure "
+                "memory, to give outputs, to check or to record."
+            )
+
+    def _grads_of(self, ranks: LocalRanks) -> dict[str, torch.Tensor]:
+        """The gradients of whole parameters, by the names that the model has for them."""
+        by_name = joined(gradients(self.plan, ranks.world, ranks.runtimes))
+        return {name: by_name[name] for name in self.state.parameters if name in by_name}
 
     def _warn_of_mixed(self, batch: object) -> None:
         """Warn, once, of packed documents that look at each other."""
@@ -408,6 +407,20 @@ _MIXED = (
     "look at each other. For a decoder of transformers set use_cache=False in its config before it is "
     "compiled, or call fxpipe.use_packed_attention(model); else train on samples one by one."
 )
+
+
+def _outputs_of(runtimes: Sequence[Runtime]) -> tuple[dict[str, torch.Tensor], Listed]:
+    """What was asked for, of all microbatches of all replicas: as one tensor, and one by one."""
+    of_each = [rt.collected.joined(rt.rank, rt.spec.microbatches) for rt in runtimes]
+    collected = {
+        name: torch.cat([outputs[name] for outputs in of_each if name in outputs])
+        for name in {name for outputs in of_each for name in outputs}
+    }
+    listed: Listed = {}
+    for rt in runtimes:
+        for name, values in rt.collected.in_order().items():
+            listed.setdefault(name, []).extend(values)
+    return collected, listed
 
 
 def _metered(main: Callable[[], object], rt: Runtime, meter: SavedBytes) -> object:
