@@ -164,6 +164,10 @@ class PipelineStrategy(SingleDeviceStrategy):
         assert result.loss is not None, "training_step has one"
         loss = result.loss.as_subclass(torch.Tensor)
         logged.give(self._module, result.outputs["logged"], loss)
+        updated = {*map(id, held)}
+        for parameter in pipe.parameters.values():
+            if id(parameter) not in updated:  # it counts in no norm, and nothing adds up
+                parameter.grad = None
         # Lightning zeroes gradients between the forward and the backward, which adds those of this step.
         self._gradients = [(p, p.grad) for p in held if p.grad is not None]
         for parameter, gradient in zip(held, before, strict=True):
