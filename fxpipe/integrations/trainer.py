@@ -235,9 +235,10 @@ class Trainer(transformers.Trainer):
         if not has_loss and not names:
             return None, None, None
         sizes = self.args.per_device_train_batch_size, self.args.eval_batch_size
-        if has_loss and self.compute_loss_func is not None:  # it may divide by the rows of the batch
-            sizes = (rows_of(inputs),) * 2
         count = self._divisor([inputs]) if has_loss else None
+        smooths = self.label_smoother is not None and count is None  # by the labels of the batch
+        if has_loss and (self.compute_loss_func is not None or smooths):  # it may divide by the batch's rows
+            sizes = (rows_of(inputs),) * 2
         batch = counted(inputs, count)
         result = self._sizes.evaluate(batch, *sizes, names, has_loss=has_loss, divisor=COUNT)
         loss = None if result.loss is None else result.loss.to(self.args.device)

@@ -143,8 +143,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         worker.CountsAll, {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}, {}, {},
     ),
     "smoothed labels": (
-        worker.Means, {"label_smoothing_factor": 0.1, "max_steps": 2}, {},
-        {},
+        worker.Means,
+        {"label_smoothing_factor": 0.1, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}, {}, {},
+    ),
+    "smoothed labels, counted": (
+        worker.CountsAll,
+        {"label_smoothing_factor": 0.1, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}, {}, {},
     ),
     "microbatches of several lengths": (
         worker.Means, {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
