@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from release import absolute, urls
 
+import fxpipe
+
 ROOT = Path(__file__).parents[1]
 REPOSITORY, SITE = "https://example.org/fxpipe", "https://docs.example.org"
 
@@ -33,6 +35,12 @@ def test_pages_are_on_the_site_and_pictures_in_the_repository():
         f"[![A step]({REPOSITORY}/raw/main/docs/step.svg)]({SITE}/live_report.html) [x]({SITE}/a.html#b) "
         f"[y]({REPOSITORY}/blob/main/CHANGELOG.md) [z](https://z.org)"
     )
+
+
+def test_the_changes_begin_with_this_version():
+    """An index takes no version twice."""
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == fxpipe.__version__
 
 
 def test_the_project_has_its_addresses():

@@ -162,6 +162,8 @@ class Counts(Means):
 
     def forward(self, input_ids, labels=None, **loss_options):
         logits = super().forward(input_ids)["logits"]
+        if labels is None:
+            return {"logits": logits}
         return {"loss": ForCausalLMLoss(logits, labels, WORDS, **loss_options), "logits": logits}
 
 

@@ -744,6 +744,29 @@ def test_a_sum_of_errors_by_a_number_of_all(loss):
     torch.testing.assert_close(pipe.run_local(batch).loss, loss_fn(model(batch["input"]), batch).detach())
 
 
+@pytest.mark.parametrize(
+    "divisor",
+    [lambda n: n * 3, lambda n: (n + 1).clamp(min=1), lambda n: n.double().reshape(1) ** 2],
+    ids=["a product", "a guard", "a square"],
+)
+def test_what_is_computed_of_a_number_of_the_batch_divides_as_it_does(divisor):
+    """As of smoothed labels: one sum by the labels, another one by these times the classes."""
+    model = nn.Linear(WIDTH, 3).double()
+    batch = {"input": torch.randn(6, WIDTH).double(), "n": torch.tensor(18)}
+    few = {name: x[:ROWS] if x.dim() else x for name, x in batch.items()}
+
+    def loss_fn(output, rows):
+        return output.square().sum() / rows["n"] + (output.cos().sum() / divisor(rows["n"])).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = fxpipe.compile(model, few, loss_fn=loss_fn, ranks=1, microbatches=3, schedule="1f1b")
+    result, loss = pipe.run_local(batch), loss_fn(model(batch["input"]), batch)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close(result.grads, {name: p.grad for name, p in model.named_parameters()})
+
+
 @pytest.mark.parametrize("factor", ["leaf", "parameter"])
 def test_a_sum_times_a_number_is_told(factor):
     example = {"x": torch.ones(ROWS, WIDTH), "n": torch.tensor(0.1)}

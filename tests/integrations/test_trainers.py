@@ -149,6 +149,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a callback between clipping and the update": (
         worker.Means, {"optim": "sgd", "learning_rate": 1.0}, {}, {"callbacks": [worker.Between()]},
     ),
+    "smoothed labels, counted": (
+        worker.CountsAll,
+        {"label_smoothing_factor": 0.1, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}, {}, {},
+    ),
     "microbatches of several lengths": (
         worker.Means, {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
         {"dimensions": {"sequence": worker.LENGTH}, "example": longest()}, {"data_collator": worker.trimmed},

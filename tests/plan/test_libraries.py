@@ -84,7 +84,7 @@ def test_another_process_runs_ops_of_a_library(package: Path, tmp_path: Path) ->
     loss = float(pipe.run_local((torch.ones(4, 4),)).loss)
     pipe.save(tmp_path / "saved")
     arguments = [sys.executable, "-c", LOADS, str(package), str(tmp_path / "saved")]
-    run = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert run.stdout.split() == [repr(loss), "True"], run.stderr
 
 

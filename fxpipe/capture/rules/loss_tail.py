@@ -124,13 +124,12 @@ class Tail:
 
     def is_total(self, node: fx.Node) -> bool:
         """Whether a value is a number of the batch, without rows: that of the labels of all microbatches, or
-        any other, where a sum over rows is divided by it."""
-        while getattr(node.target, "overloadpacket", None) in _OF_ONE_NUMBER:
-            node = node_arg(node, 0)
-        if node.op != "placeholder" or node.meta["input"].kind is not Kind.BATCH:
-            return False
-        value: torch.Tensor = node.meta["val"]
-        return not value.dim() and value.dtype is not torch.bool
+        any other, where a sum over rows is divided by it; and what is computed of such numbers alone."""
+        if node.op == "placeholder":
+            value: torch.Tensor = node.meta["val"]
+            return node.meta["input"].kind is Kind.BATCH and not value.dim() and value.dtype is not torch.bool
+        inputs = input_nodes(node)
+        return bool(inputs) and node in self._same and all(map(self.is_total, inputs))
 
     def _sums_rows(self, division: fx.Node) -> bool:
         """Whether what is divided is a sum over rows, as of the losses of all labels."""
