@@ -35,8 +35,9 @@ from fxpipe.plan.rewrites import Mask
 from fxpipe.plan.step import NamedLength
 from fxpipe.runtime.program.checks import expect
 
-#: What lengths may be multiples of, where the model does not run the same ops at any.
-STEPS = (1, 8, 64)
+#: What lengths may be multiples of where the model does not run at any; where it runs other ops fewer are
+#: tried, as each takes several traces.
+STEPS, STEPS_OF_OTHER_OPS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 64)
 #: Most lengths for which a comparison is evaluated; of one name this is all of them.
 MOST_TRIED = 1 << 16
 
@@ -111,6 +112,8 @@ def at_other_lengths(
         return traced_at(at, resized(example, dimensions, at, leading), capture)
 
     for lengths in _ranges(dimensions, leading):
+        if not isinstance(failure, CaptureError) and _step(lengths) not in STEPS_OF_OTHER_OPS:
+            continue
         points = _points(lengths)
         try:
             others = [captured_at(*point.values()) for point in points]
@@ -139,7 +142,12 @@ def at_other_lengths(
         except (CaptureError, SizeError):
             return traced
         return replace(traced, one_row=one_row)
-    raise SizeError(str(failure)) from failure
+    remedy = "\nIf the model takes multiples of a number alone, give an example of two of them or more."
+    raise SizeError(f"{failure}{remedy if isinstance(failure, CaptureError) else ''}") from failure
+
+
+def _step(lengths: Sequence[NamedLength]) -> int:
+    return max(each.step for each in lengths)
 
 
 def resized(
@@ -358,7 +366,8 @@ def _ranges(dimensions: Mapping[str, int], leading: str | None) -> Iterator[tupl
         shortest = ((2, 0.0), (4, 0.0), (2, 0.5)) if step == 1 else ((1, 0.0), (1, 0.5))
         for few, part in shortest:
             least = {name: max(few, int(n * part)) for name, n in units.items()}
-            if all(units[name] - least[name] >= 3 for name in units):
+            # Of fewer than three lengths beside the example's each is traced.
+            if all(units[name] > least[name] for name in units):
                 yield tuple(
                     NamedLength(name, length, max(2, int(length * part)), 1, leading=True)
                     if name == leading
