@@ -104,6 +104,7 @@ def at_other_lengths(
     function of the lengths; OtherMasks where an agreement on what masks say may help.
     """
     failure: Exception = SizeError(f"an example of {dict(dimensions)} is too short to tell lengths apart")
+    nearest = failure  # of the lengths that are the least shorter
     leading = leading_name(example, dimensions)
 
     @cache
@@ -122,7 +123,10 @@ def at_other_lengths(
                 _check_constants(captured, other)
             at = tuple(tuple(point.values()) for point in (dimensions, *points))
             traces = ResizedTraces(tuple(variables), at, {}, ())
-            traces = traces.after_rewrite(captured.graph, [other.graph for other in others])
+            try:
+                traces = traces.after_rewrite(captured.graph, [other.graph for other in others])
+            except SizeError as error:
+                raise SizeError(_branch(captured, others, points) + str(error)) from error
             for _ in _arguments(captured.graph, traces):
                 pass  # raises where a number is no expression
             steps = [captured, *others]
@@ -131,6 +135,7 @@ def at_other_lengths(
             traced = LengthTraces(lengths, (captured, *others), traces, fewer=fewer)
         except (CaptureError, SizeError) as error:
             failure = error if failure.__traceback__ is None else failure
+            nearest = error if _step(lengths) == 1 else nearest
             continue
         if leading is None:
             return traced
@@ -143,7 +148,7 @@ def at_other_lengths(
             return traced
         return replace(traced, one_row=one_row)
     remedy = "\nIf the model takes multiples of a number alone, give an example of two of them or more."
-    raise SizeError(f"{failure}{remedy if isinstance(failure, CaptureError) else ''}") from failure
+    raise SizeError(f"{nearest}{remedy if isinstance(nearest, CaptureError) else ''}") from nearest
 
 
 def _step(lengths: Sequence[NamedLength]) -> int:
@@ -269,8 +274,20 @@ def _check_comparisons(
         outcome = bool(SIGNS[sign](int(size), 0))
         for point, there in _outcomes(sign, size, traces.names, lengths):
             if there != outcome:
-                text = ", ".join(f"{name} {length}" for name, length in point.items())
-                raise SizeError(f"{_where(source)}, and decides otherwise for {text} than for the example.")
+                raise SizeError(_otherwise(source, point))
+
+
+def _branch(captured: Captured, others: Sequence[Captured], points: Sequence[Mapping[str, int]]) -> str:
+    """Where the model's Python first decides otherwise than for the example, as a sentence; empty if it
+    does not."""
+    for other, point in zip(others, points, strict=True):
+        for ours, theirs in zip(captured.comparisons, other.comparisons, strict=False):
+            sign, source = ours.sign, ours.source
+            if (sign, source) != (theirs.sign, theirs.source):
+                break
+            if SIGNS[sign](ours.difference, 0) != SIGNS[sign](theirs.difference, 0):
+                return f"{_otherwise(source, point)} "
+    return ""
 
 
 def _check_one_row(
@@ -289,6 +306,11 @@ def _check_one_row(
         outcomes = {there for at, there in _outcomes(sign, size, traces.names, lengths) if at[rows] == 1}
         if len(outcomes) > 1:
             raise SizeError(f"{_where(source)}, and decides otherwise for other lengths of one row.")
+
+
+def _otherwise(source: str, point: Mapping[str, int]) -> str:
+    text = ", ".join(f"{name} {length}" for name, length in point.items())
+    return f"{_where(source)}, and decides otherwise for {text} than for the example."
 
 
 def _where(source: str) -> str:

@@ -42,6 +42,12 @@ def multiples_of_five(x: torch.Tensor) -> torch.Tensor:
     return x if x.shape[1] % 5 else x.tanh()
 
 
+def short_and_branching(x: torch.Tensor) -> torch.Tensor:
+    """Beside the branch, x[:, :-1] of two is another layout."""
+    x = x[:, :-1].clone(memory_format=torch.preserve_format)
+    return x.reshape(-1, WIDTH).tanh() if x.shape[1] % 7 == 2 else x.reshape(-1, WIDTH)
+
+
 def step_of(function: Callable[[torch.Tensor], torch.Tensor]) -> fxpipe.Pipeline:
     x = torch.randn(2, LENGTH, WIDTH)
     with torch.random.fork_rng():
@@ -76,6 +82,12 @@ def test_lengths_that_a_step_takes(function, lengths):
         pytest.param(
             multiples_of_five, r"compares a length at .*test_other_lengths.py:\d+ in a way", id="branch"
         ),
+        pytest.param(
+            short_and_branching,
+            r"compares a length at .*test_other_lengths.py:\d+, and decides otherwise for time \d+ than for "
+            "the example. The step is made of other ops",
+            id="other ops",
+        ),
     ],
 )
 def test_a_step_for_the_length_of_the_example_alone(function, why):
@@ -98,6 +110,7 @@ def in_windows(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return mixed
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("length", "window"), [(24, 8), (16, 8), (16, 4), (96, 32)])
 def test_multiples_of_a_window(length, window):
     """However few of them there are: of three or two each is traced."""
