@@ -35,8 +35,9 @@ from fxpipe.plan.rewrites import Mask
 from fxpipe.plan.step import NamedLength
 from fxpipe.runtime.program.checks import expect
 
-#: What lengths may be multiples of, where the model does not run the same ops at any.
-STEPS = (1, 8, 64)
+#: What lengths may be multiples of where the model does not run at any; where it runs other ops fewer are
+#: tried, as each takes several traces.
+STEPS, STEPS_OF_OTHER_OPS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 64)
 #: Most lengths for which a comparison is evaluated; of one name this is all of them.
 MOST_TRIED = 1 << 16
 
@@ -103,6 +104,7 @@ def at_other_lengths(
     function of the lengths; OtherMasks where an agreement on what masks say may help.
     """
     failure: Exception = SizeError(f"an example of {dict(dimensions)} is too short to tell lengths apart")
+    nearest = failure  # of the lengths that are the least shorter
     leading = leading_name(example, dimensions)
 
     @cache
@@ -111,6 +113,8 @@ def at_other_lengths(
         return traced_at(at, resized(example, dimensions, at, leading), capture)
 
     for lengths in _ranges(dimensions, leading):
+        if not isinstance(failure, CaptureError) and _step(lengths) not in STEPS_OF_OTHER_OPS:
+            continue
         points = _points(lengths)
         try:
             others = [captured_at(*point.values()) for point in points]
@@ -119,7 +123,10 @@ def at_other_lengths(
                 _check_constants(captured, other)
             at = tuple(tuple(point.values()) for point in (dimensions, *points))
             traces = ResizedTraces(tuple(variables), at, {}, ())
-            traces = traces.after_rewrite(captured.graph, [other.graph for other in others])
+            try:
+                traces = traces.after_rewrite(captured.graph, [other.graph for other in others])
+            except SizeError as error:
+                raise SizeError(_branch(captured, others, points) + str(error)) from error
             for _ in _arguments(captured.graph, traces):
                 pass  # raises where a number is no expression
             steps = [captured, *others]
@@ -128,6 +135,7 @@ def at_other_lengths(
             traced = LengthTraces(lengths, (captured, *others), traces, fewer=fewer)
         except (CaptureError, SizeError) as error:
             failure = error if failure.__traceback__ is None else failure
+            nearest = error if _step(lengths) == 1 else nearest
             continue
         if leading is None:
             return traced
@@ -139,7 +147,12 @@ def at_other_lengths(
         except (CaptureError, SizeError):
             return traced
         return replace(traced, one_row=one_row)
-    raise SizeError(str(failure)) from failure
+    remedy = "\nIf the model takes multiples of a number alone, give an example of two of them or more."
+    raise SizeError(f"{nearest}{remedy if isinstance(nearest, CaptureError) else ''}") from nearest
+
+
+def _step(lengths: Sequence[NamedLength]) -> int:
+    return max(each.step for each in lengths)
 
 
 def resized(
@@ -261,8 +274,20 @@ def _check_comparisons(
         outcome = bool(SIGNS[sign](int(size), 0))
         for point, there in _outcomes(sign, size, traces.names, lengths):
             if there != outcome:
-                text = ", ".join(f"{name} {length}" for name, length in point.items())
-                raise SizeError(f"{_where(source)}, and decides otherwise for {text} than for the example.")
+                raise SizeError(_otherwise(source, point))
+
+
+def _branch(captured: Captured, others: Sequence[Captured], points: Sequence[Mapping[str, int]]) -> str:
+    """Where the model's Python first decides otherwise than for the example, as a sentence; empty if it
+    does not."""
+    for other, point in zip(others, points, strict=True):
+        for ours, theirs in zip(captured.comparisons, other.comparisons, strict=False):
+            sign, source = ours.sign, ours.source
+            if (sign, source) != (theirs.sign, theirs.source):
+                break
+            if SIGNS[sign](ours.difference, 0) != SIGNS[sign](theirs.difference, 0):
+                return f"{_otherwise(source, point)} "
+    return ""
 
 
 def _check_one_row(
@@ -281,6 +306,11 @@ def _check_one_row(
         outcomes = {there for at, there in _outcomes(sign, size, traces.names, lengths) if at[rows] == 1}
         if len(outcomes) > 1:
             raise SizeError(f"{_where(source)}, and decides otherwise for other lengths of one row.")
+
+
+def _otherwise(source: str, point: Mapping[str, int]) -> str:
+    text = ", ".join(f"{name} {length}" for name, length in point.items())
+    return f"{_where(source)}, and decides otherwise for {text} than for the example."
 
 
 def _where(source: str) -> str:
@@ -358,7 +388,8 @@ def _ranges(dimensions: Mapping[str, int], leading: str | None) -> Iterator[tupl
         shortest = ((2, 0.0), (4, 0.0), (2, 0.5)) if step == 1 else ((1, 0.0), (1, 0.5))
         for few, part in shortest:
             least = {name: max(few, int(n * part)) for name, n in units.items()}
-            if all(units[name] - least[name] >= 3 for name in units):
+            # Of fewer than three lengths beside the example's each is traced.
+            if all(units[name] > least[name] for name in units):
                 yield tuple(
                     NamedLength(name, length, max(2, int(length * part)), 1, leading=True)
                     if name == leading

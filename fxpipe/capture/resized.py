@@ -105,9 +105,11 @@ def sample(
     give_own_values(graph)  # values of one layout may differ at other lengths
     first, failure = tuple(lengths.values()), None
     leading = leading_name(example, lengths) or MICROBATCH
-    for smaller in (True, False):
+    for parts, smaller in itertools.product((4, 1), (True, False)):
+        if parts == 1 and not isinstance(failure, CaptureError):
+            break  # the model runs, and another multiple of what divides the length would be no better
         try:
-            others = _points(lengths, leading, smaller)
+            others = _points(lengths, leading, smaller, parts)
             points = [dict(zip(lengths, point, strict=True)) for point in others]
             graphs = tuple(traced_at(at, _resized(example, lengths, leading, at), capture) for at in points)
             return ResizedTraces(tuple(lengths), (first, *others), {}, (), leading).after_rewrite(
@@ -119,8 +121,9 @@ def sample(
     remedy = "Leave dimensions out."
     if named and isinstance(failure, CaptureError):
         remedy = (
-            f"That is with other lengths of {', '.join(named)}. Leave what the model's weights or code fix "
-            "out of dimensions: no batch has another."
+            f"That is with other lengths of {', '.join(named)}. If the model takes multiples of a number "
+            "alone, give an example of three of them or more. Leave what its weights or code fix out of "
+            "dimensions: no batch has another."
         )
         alike = [name for name in named if lengths[name] == lengths.get(leading)]
         if alike:
@@ -169,10 +172,11 @@ def _resized(example: object, old: Mapping[str, int], leading: str, new: Mapping
     return pytree.tree_map_only(torch.Tensor, resize, example)
 
 
-def _points(lengths: Mapping[str, int], leading: str, smaller: bool) -> list[tuple[int, ...]]:
+def _points(lengths: Mapping[str, int], leading: str, smaller: bool, parts: int) -> list[tuple[int, ...]]:
     """Two points that, with the example's, make sizes of one term distinct and any three terms independent.
 
-    smaller: use fewer positions than the example, as a model may have a table of them.
+    smaller: use fewer positions than the example, as a model may have a table of them.  parts: how often what
+        lengths are multiples of stands at least in the example's.
     """
     choices = []
     for name, length in lengths.items():
@@ -183,7 +187,7 @@ def _points(lengths: Mapping[str, int], leading: str, smaller: bool) -> list[tup
         else:
             # Keep divisors of the length first, as strided ops require.
             steps = [(length & -length) >> k for k in range(length.bit_length())]
-            steps = [k for k in steps if k and 4 * k <= length] or [1]
+            steps = [k for k in steps if k and parts * k <= length] or [1]
             below = [n for k in steps for n in range(length - k, 2, -k)]
             above = [length + n * k for k in steps for n in range(1, 9)]
             some = [*dict.fromkeys([*below, *above] if smaller else above)][:8]

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.capture.lengths import LengthTraces
 from fxpipe.capture.reads.documents import documents_of
-from fxpipe.capture.reads.table_rows import tables_of
+from fxpipe.capture.reads.table_rows import boundaries_of, tables_of
 from fxpipe.capture.trace import Captured
 from fxpipe.certificate.check import check
 from fxpipe.codegen.collectives import collectives
@@ -144,9 +144,9 @@ def _of_lengths(
     if isinstance(lengths, LengthTraces) and isinstance(traces, ResizedTraces):
         crossing = {name for edge in cut.edges for name in edge.names}
         documents = documents_of(cut.graph) if prices_documents(plan) else None
-        of_data = replace(
-            plan.step, documents=documents, tables=tables_of([each.graph for each in lengths.captured])
-        )
+        graphs = [each.graph for each in lengths.captured]
+        boundaries = boundaries_of(graphs, lengths.traces.names, lengths.traces.points)
+        of_data = replace(plan.step, documents=documents, tables=tables_of(graphs), boundaries=boundaries)
         named = replace(plan, step=replace(of_data, lengths=lengths.lengths, fewer=lengths.fewer))
         try:
             sizes = crossing_sizes(cut.graph, crossing, traces)

@@ -18,7 +18,8 @@ from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.ops import BEGIN_EXCHANGES, is_of_documents
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
-from fxpipe.plan.work import PlanWork, Rates, StageWork, Terms, Work
+from fxpipe.plan.field_types import Terms
+from fxpipe.plan.work import PlanWork, Rates, StageWork, Work
 from fxpipe.schedule.costs import Costs, Edge, StageBytes, StageCost
 from fxpipe.schedule.ops import Color, Phase
 

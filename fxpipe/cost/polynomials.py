@@ -20,7 +20,7 @@ from fxpipe.ir.graph import Origin
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.size import monomials, solved
 from fxpipe.ir.storage import tensors
-from fxpipe.plan.work import Terms
+from fxpipe.plan.field_types import Terms
 
 Polynomial = Any  #: an element of a sympy polynomial ring, or a whole number
 Numbers = tuple[int | Fraction, ...]  #: one a point

@@ -18,9 +18,10 @@ from fxpipe.cost.polynomials import Sizes
 from fxpipe.ir.ops import node_flops
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes
+from fxpipe.plan.field_types import value_at
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.step import counted
-from fxpipe.plan.work import lengths_at, value_at
+from fxpipe.plan.work import lengths_at
 from fxpipe.runtime.batch.microbatches import batch_leaves
 
 

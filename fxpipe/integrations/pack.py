@@ -9,10 +9,11 @@ the one before would predict.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.utils.data import Sampler
@@ -23,39 +24,119 @@ from fxpipe.errors import OptionError, at_least_one, number_of
 Sample = Mapping[str, torch.Tensor | Sequence[int]]
 
 
+Microbatch = dict[str, torch.Tensor]
+
+
+@overload
 def pack(
     samples: Sequence[Sample | torch.Tensor],
     *,
     tokens: int,
     microbatches: int | None = None,
+    replicas: None = None,
     cost: tuple[float, float] = (1.0, 0.0),
     multiple: int = 1,
     padding: int = 0,
     ignored: int = -100,
     documents: int | None = None,
-) -> list[dict[str, torch.Tensor]]:
+) -> list[Microbatch]: ...
+
+
+@overload
+def pack(
+    samples: Sequence[Sample | torch.Tensor],
+    *,
+    tokens: int,
+    microbatches: int | None = None,
+    replicas: int,
+    cost: tuple[float, float] = (1.0, 0.0),
+    multiple: int = 1,
+    padding: int = 0,
+    ignored: int = -100,
+    documents: int | None = None,
+) -> list[list[Microbatch]]: ...
+
+
+def pack(
+    samples: Sequence[Sample | torch.Tensor],
+    *,
+    tokens: int,
+    microbatches: int | None = None,
+    replicas: int | None = None,
+    cost: tuple[float, float] = (1.0, 0.0),
+    multiple: int = 1,
+    padding: int = 0,
+    ignored: int = -100,
+    documents: int | None = None,
+) -> list[Microbatch] | list[list[Microbatch]]:
     """The microbatches of a step, for ``pipe.step``; with ``functools.partial`` a collate function.
 
     samples: one-dimensional ``input_ids``, alone or in a mapping with ``labels`` (by default the same) and
         other leaves of the same length.
     tokens: the most of a microbatch.
-    microbatches: their number.  Without it there are as many as samples of up to ``tokens`` fill, and a
-        longer sample is alone in one: short microbatches, which the order of a batch evens out, leave a
-        pipeline less idle than few long ones (docs/lengths.md).
+    microbatches: their number, on each replica.  Without it there are as many as samples of up to ``tokens``
+        fill, and a longer sample is alone in one: short microbatches, which the order of a batch evens out,
+        leave a pipeline less idle than few long ones (docs/lengths.md).
+    replicas: of how many the samples are; then there is a list for each, ``pack(…)[pipe.replica]``, all of
+        as many microbatches and about as expensive.  ``run_local`` takes them one behind the other.
     cost: (a, b) of a · L + b · L² for a sample of L tokens, ``pipe.sample_cost``; by it so many microbatches
         are filled that the largest is small.
     multiple: of which the lengths of microbatches are, by ``padding`` at their end, whose labels are ignored.
     documents: the most samples of a microbatch; with it that has their boundaries as ``cu_seqlens``,
         [1, documents + 1], for ``fxpipe.flash_attn_varlen_func`` in models of your own.
 
-    Returns mappings of ``input_ids``, ``position_ids``, ``labels`` and the other leaves, each [1, tokens].
+    Returns mappings of ``input_ids``, ``position_ids``, ``labels`` and the other leaves, each [1, tokens];
+    with ``replicas`` lists of them.
     Raises OptionError for samples that do not fit, and for fewer of them than microbatches.
     """
-    _check_numbers(tokens=tokens, multiple=multiple, microbatches=microbatches)
+    _check_numbers(tokens=tokens, multiple=multiple, microbatches=microbatches, replicas=replicas)
     rows = [_leaves(sample) for sample in samples]
     lengths, most = [len(row["input_ids"]) for row in rows], tokens - tokens % multiple
-    places = filled(lengths, most) if microbatches is None else assigned(lengths, most, microbatches, cost)
-    return [_joined([rows[k] for k in place], multiple, padding, ignored, documents) for place in places]
+    each = [
+        [_joined([rows[k] for k in place], multiple, padding, ignored, documents) for place in places]
+        for places in _divided(lengths, most, microbatches, replicas or 1, cost)
+    ]
+    return each[0] if replicas is None else each
+
+
+def _divided(
+    lengths: Sequence[int], tokens: int, microbatches: int | None, replicas: int, cost: tuple[float, float]
+) -> list[list[list[int]]]:
+    """The samples of each microbatch of each replica, which all have as many microbatches."""
+    if microbatches is None:
+        places = _filled_alike(lengths, tokens, replicas, cost)
+    else:
+        places = assigned(lengths, tokens, microbatches * replicas, cost)
+    seconds = [sum(_seconds(lengths[k], cost) for k in place) for place in places]
+    of_each: list[list[int]] = [[] for _ in range(replicas)]
+    # The most expensive one first, always to the replica that has the least to do, of those with room.
+    for m in sorted(range(len(places)), key=lambda m: -seconds[m]):
+        able = [one for one in of_each if len(one) < len(places) // replicas]
+        min(able, key=lambda one: sum(seconds[k] for k in one)).append(m)
+    return [[places[m] for m in sorted(one)] for one in of_each]
+
+
+def _filled_alike(
+    lengths: Sequence[int], tokens: int, replicas: int, cost: tuple[float, float]
+) -> list[list[int]]:
+    """The samples of about as many microbatches as they fill, of which replicas can have as many each."""
+    places = filled(lengths, tokens)
+    if not (more := -len(places) % replicas):
+        return places
+    alone = [[k] for k, n in enumerate(lengths) if n > tokens]
+    others = [k for k, n in enumerate(lengths) if n <= tokens]
+    for number in range(len(places) + more - len(alone), len(others) + 1, replicas):
+        with contextlib.suppress(OptionError):  # then they fit into more
+            divided = assigned([lengths[k] for k in others], tokens, number, cost)
+            return [*alone, *([others[k] for k in place] for place in divided)]
+    raise OptionError(
+        f"{number_of(len(lengths), 'sample')} cannot fill as many microbatches on each of "
+        f"{number_of(replicas, 'replica')}: give more."
+    )
+
+
+def _seconds(length: int, cost: tuple[float, float]) -> float:
+    return cost[0] * length + cost[1] * length**2
 
 
 def pad(
@@ -123,8 +204,7 @@ def assigned(
             f"{number_of(len(lengths), 'sample')} cannot fill {microbatches} microbatches: give more, or "
             "compile for fewer microbatches."
         )
-    linear, quadratic = cost
-    seconds = [linear * n + quadratic * n * n for n in lengths]
+    seconds = [_seconds(n, cost) for n in lengths]
     places: list[list[int]] = [[] for _ in range(microbatches)]
     spent, room = [0.0] * microbatches, [tokens] * microbatches
     for k in sorted(range(len(lengths)), key=lambda k: (-seconds[k], k)):
@@ -262,15 +342,8 @@ class PackedSteps(Sampler[list[int]]):
         """This replica's samples of a step; None if they do not fit on any replica."""
         lengths = [self.lengths[k] for k in samples]
         try:
-            if self.microbatches is None:
-                places = filled(lengths, self.tokens)
-            else:
-                places = assigned(lengths, self.tokens, self.microbatches * self.replicas, self.cost)
-            # Not the heaviest microbatches together.
-            of_each = [
-                sorted(k for place in places[replica :: self.replicas] for k in place)
-                for replica in range(self.replicas)
-            ]
+            places = _divided(lengths, self.tokens, self.microbatches, self.replicas, self.cost)
+            of_each = [sorted(k for place in own for k in place) for own in places]
             # As each replica's ``pack`` will make them.
             numbers = {self._number([lengths[k] for k in of_replica]) for of_replica in of_each}
         except OptionError:

@@ -107,12 +107,12 @@ def is_of_documents(node: fx.Node) -> bool:
     return _packet(node.target) in _OF_DOCUMENTS
 
 
-def boundaries_of_documents(node: fx.Node) -> fx.Node | None:
-    """The boundaries of the queries' documents that an attention of packed documents is given; None for other
-    ops, and for its backward."""
+def boundaries_of_documents(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The queries and the keys that an attention of packed documents is given, each with the boundaries of
+    its documents; none for other ops, and for its backward."""
     is_forward = is_of_documents(node) and _OF_DOCUMENTS[_packet(node.target)][0] == 0
-    boundaries = node.args[3] if is_forward else None
-    return boundaries if isinstance(boundaries, fx.Node) else None
+    pairs = zip(node.args[:2], node.args[3:5], strict=True) if is_forward else ()
+    return [(x, ends) for x, ends in pairs if isinstance(x, fx.Node) and isinstance(ends, fx.Node)]
 
 
 def is_masked(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from torch import fx
 
-from fxpipe.plan.work import Terms, value_at
+from fxpipe.plan.field_types import Terms, value_at
 
 #: Most terms of an expression, and its largest denominator: few points have to tell it from other functions.
 MOST_TERMS, MOST_DENOMINATOR = 3, 2

@@ -1,11 +1,12 @@
-"""Types of fields of a plan, with their bounds: sizes, shapes, dtypes by name."""
+"""Types of fields of a plan, with their bounds: sizes, shapes, dtypes by name, polynomials."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fxpipe.strict import Fits, between
+from fxpipe.strict import Fits, between, entries
 
 GRAD_DTYPES = ("torch.float32", "torch.float64")
 """The dtypes in which gradients of parameters with fewer bits can be accumulated."""
@@ -42,3 +43,40 @@ GradDtype = Annotated[
     str,
     Fits(("", *GRAD_DTYPES).__contains__, "empty, 'torch.float32' or 'torch.float64'"),
 ]
+
+MOST_POWER, MOST_TERMS = 16, 1024
+
+
+def _is_term(numbers: tuple[int, ...]) -> bool:
+    return (
+        len(numbers) >= 2
+        and numbers[1] >= 1
+        and min(numbers[2:], default=0) >= 0
+        and sum(numbers[2:]) <= MOST_POWER
+    )
+
+
+#: A polynomial of the named lengths, of each term the numerator, the denominator and the exponents:
+#: rows · (sequence² / 2 - 1) is ((1, 2, 1, 2), (-1, 1, 1, 0)).
+Terms = Annotated[
+    tuple[
+        Annotated[
+            tuple[int, ...],
+            Fits(
+                _is_term,
+                f"a numerator, a denominator from 1 on, and exponents of at most {MOST_POWER} in all",
+            ),
+        ],
+        ...,
+    ],
+    entries(0, MOST_TERMS),
+]
+
+
+def value_at(terms: Terms, lengths: Sequence[Any]) -> Any:
+    """The polynomial's value for lengths that are fractions or symbols; exact."""
+    # Of the type of the lengths, also where there is no term.
+    total = 0 * lengths[0]
+    for numerator, denominator, *powers in terms:
+        total += numerator * math.prod(map(pow, lengths, powers)) / denominator
+    return total

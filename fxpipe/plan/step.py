@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Literal, NamedTuple
 
-from fxpipe.plan.field_types import Dtype, FloatingDtype, Shape, Size
+from fxpipe.plan.field_types import Dtype, FloatingDtype, Shape, Size, Terms
 from fxpipe.strict import between
 
 MOST_RANKS, MOST_LENGTH = 1 << 16, 1 << 31
@@ -171,6 +171,16 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Boundaries:
+    """A leaf of the boundaries of packed documents in so many ``tokens`` of a microbatch, a polynomial of its
+    lengths.  ``margins``: see ``Table``."""
+
+    leaf: str
+    tokens: Terms
+    margins: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class OutputSpec:
     """An output that can be asked for; a part of plan.json.
 
@@ -229,6 +239,8 @@ class StepSpec:
     """Whether the step has positions by which it keeps none apart."""
     tables: tuple[Table, ...] = ()
     """The tables of which leaves of the batch are rows."""
+    boundaries: tuple[Boundaries, ...] = ()
+    """The leaves that divide tokens into documents."""
     fewer: str = ""
     """Why programs take no other lengths."""
 

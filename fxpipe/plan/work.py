@@ -1,58 +1,25 @@
-"""Costs as polynomials of the named lengths, which a plan stores, so that other sizes need no new trace.
-
-microbatch · (sequence² / 2 - 1)  is stored as  ((1, 2, 1, 2), (-1, 1, 1, 0))
-"""
+"""Costs as polynomials of the named lengths, which a plan stores, so that other sizes need no new trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import prod
 from typing import Annotated
 
 from fxpipe.errors import SizeError
 from fxpipe.plan.curve import Amount, Curve
+from fxpipe.plan.field_types import MOST_POWER, Terms, value_at
 from fxpipe.schedule.costs import TIMES, Costs, Edge, StageBytes
-from fxpipe.strict import Fits, NonNegative, at_least, between, entries
+from fxpipe.strict import NonNegative, at_least, between, entries
 
-MOST_LENGTH, MOST_POWER, MOST_TERMS, MOST_CURVES = 1 << 31, 16, 1024, 256
+MOST_LENGTH, MOST_CURVES = 1 << 31, 256
 #: The kind of an op that only returns memory of its argument, and of one that lanes run together.
 VIEW, BETWEEN_LANES = "view", "between lanes"
 
 
-def _is_term(numbers: tuple[int, ...]) -> bool:
-    return (
-        len(numbers) >= 2
-        and numbers[1] >= 1
-        and min(numbers[2:], default=0) >= 0
-        and sum(numbers[2:]) <= MOST_POWER
-    )
-
-
-#: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.
-Terms = Annotated[
-    tuple[
-        Annotated[
-            tuple[int, ...],
-            Fits(
-                _is_term,
-                f"a numerator, a denominator from 1 on, and exponents of at most {MOST_POWER} in all",
-            ),
-        ],
-        ...,
-    ],
-    entries(0, MOST_TERMS),
-]
 Rate = Annotated[float, at_least(1)]
 Length = Annotated[int, between(1, MOST_LENGTH)]
-
-
-def value_at(terms: Terms, lengths: Sequence[Amount]) -> Amount:
-    """The polynomial's value for lengths that are fractions or symbols; exact."""
-    values = (n * prod(x**k for x, k in zip(lengths, powers, strict=True)) / d for n, d, *powers in terms)
-    # Of the type of the lengths, also where there is no term.
-    return sum(values, start=0 * lengths[0])
 
 
 def _held(work: StageWork, lengths: Sequence[Amount]) -> dict[str, float]:

@@ -42,6 +42,12 @@ def multiples_of_five(x: torch.Tensor) -> torch.Tensor:
     return x if x.shape[1] % 5 else x.tanh()
 
 
+def short_and_branching(x: torch.Tensor) -> torch.Tensor:
+    """Beside the branch, x[:, :-1] of two is another layout."""
+    x = x[:, :-1].clone(memory_format=torch.preserve_format)
+    return x.reshape(-1, WIDTH).tanh() if x.shape[1] % 7 == 2 else x.reshape(-1, WIDTH)
+
+
 def step_of(function: Callable[[torch.Tensor], torch.Tensor]) -> fxpipe.Pipeline:
     x = torch.randn(2, LENGTH, WIDTH)
     with torch.random.fork_rng():
@@ -76,6 +82,12 @@ def test_lengths_that_a_step_takes(function, lengths):
         pytest.param(
             multiples_of_five, r"compares a length at .*test_other_lengths.py:\d+ in a way", id="branch"
         ),
+        pytest.param(
+            short_and_branching,
+            r"compares a length at .*test_other_lengths.py:\d+, and decides otherwise for time \d+ than for "
+            "the example. The step is made of other ops",
+            id="other ops",
+        ),
     ],
 )
 def test_a_step_for_the_length_of_the_example_alone(function, why):
@@ -88,6 +100,42 @@ def test_a_step_for_the_length_of_the_example_alone(function, why):
     with pytest.raises(fxpipe.BatchError, match=f"list of microbatches.*{why}"):
         pipe.step([(x,), (x,)])
     pipe.step((torch.randn(4, LENGTH, WIDTH),))
+
+
+def in_windows(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        parts = x.view(len(x), x.shape[1] // size, size, WIDTH)
+        return (parts @ parts.transpose(2, 3) @ parts).view_as(x)
+
+    return mixed
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(("length", "window"), [(24, 8), (16, 8), (16, 4), (96, 32)])
+def test_multiples_of_a_window(length, window):
+    """However few of them there are: of three or two each is traced."""
+    model = Net(in_windows(window))
+    examples = [(torch.randn(2, n, WIDTH),) for n in range(window, length + 1, window)]
+    pipe = fxpipe.compile(
+        model, examples[-1], ranks=1, microbatches=2, dimensions={"time": length}, mean="microbatch"
+    )
+    assert pipe.lengths == (NamedLength("time", length, window, window),)
+    result = pipe.run_local(examples)
+    loss = sum(model(*one) for one in examples) / len(examples)
+    torch.testing.assert_close(result.loss, loss.detach())
+    for (name, _), gradient in zip(
+        model.named_parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+    ):
+        torch.testing.assert_close(result.grads[name], gradient)
+
+
+def test_one_window():
+    x = torch.randn(2, 8, WIDTH)
+    pipe = fxpipe.compile(Net(in_windows(8)), (x,), ranks=1, microbatches=2, dimensions={"time": 8})
+    with pytest.raises(
+        fxpipe.BatchError, match="multiples of a number alone, give an example of two of them"
+    ):
+        pipe.run_local([(x,), (x,)])
 
 
 def test_the_beginning_of_an_example():

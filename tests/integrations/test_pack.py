@@ -136,6 +136,48 @@ def test_steps_of_some_tokens_have_each_sample_once(replicas):
     assert len(taken) > 100
 
 
+@pytest.mark.parametrize("microbatches", [None, 2])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_lists_for_replicas(replicas, microbatches):
+    """Of as many microbatches, with each sample once and about the same cost."""
+    torch.manual_seed(5)
+    given = [torch.full((int(n),), k) for k, n in enumerate(torch.randint(20, 60, (40,)))]
+    tokens = 400 if microbatches is None else 1200
+    options = {"tokens": tokens, "microbatches": microbatches, "cost": (1.0, 0.1)}
+    lists = fxpipe.pack(given, replicas=replicas, **options)
+    numbers = {len(one) for one in lists}
+    assert len(lists) == replicas
+    assert len(numbers) == 1
+    assert microbatches is None or numbers == {microbatches}
+    taken = [k for one in lists for each in one for k in each["input_ids"].unique().tolist()]
+    assert sorted(taken) == [*range(40)]
+    assert all(each["input_ids"].shape[1] <= tokens for one in lists for each in one)
+    seconds = [
+        sum(n + 0.1 * n * n for each in one for n in each["input_ids"].unique(return_counts=True)[1].tolist())
+        for one in lists
+    ]
+    assert max(seconds) < 1.1 * min(seconds)
+    if replicas == 1:
+        alone = fxpipe.pack(given, **options)
+        assert [x["input_ids"].tolist() for x in lists[0]] == [x["input_ids"].tolist() for x in alone]
+
+
+def test_replicas_with_few_samples():
+    """There are more microbatches than samples fill where replicas have as many each only so."""
+    assert filled([4, 3, 2, 1], 5) == [[0, 3], [1, 2]]
+    lists = fxpipe.pack(samples([4, 3, 2, 1]), tokens=5, replicas=3)
+    assert sorted(one["input_ids"].shape[1] for (one,) in lists) == [3, 3, 4]
+    lists = fxpipe.pack(samples([30, 2, 2]), tokens=5, replicas=2)
+    assert [[one["input_ids"].shape[1] for one in each] for each in lists] == [[30], [4]]
+    with pytest.raises(OptionError, match="2 samples cannot fill as many microbatches on each of 3 replicas"):
+        fxpipe.pack(samples([30, 2]), tokens=5, replicas=3)
+    with pytest.raises(OptionError, match="8 samples cannot fill 9 microbatches"):
+        fxpipe.pack(samples(), tokens=20, microbatches=3, replicas=3)
+    for wrong in (0, 1.5, "2"):
+        with pytest.raises(OptionError, match=r"^replicas is .* and must be a whole number, at least 1"):
+            fxpipe.pack(samples(), tokens=20, replicas=wrong)
+
+
 def test_a_number_of_microbatches_or_of_tokens():
     for both in ({}, {"microbatches": 2, "step_tokens": 40}):
         with pytest.raises(OptionError, match=r"needs either microbatches=, .* or step_tokens="):

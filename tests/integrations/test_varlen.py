@@ -237,6 +237,62 @@ def test_documents_are_data_of_a_pipeline(tmp_path, recompute):
     torch.testing.assert_close(fxpipe.load(tmp_path / "saved").run_local(batch).grads, result.grads)
 
 
+@pytest.mark.parametrize(
+    ("ends", "wrong"),
+    [
+        ([0, 4, 9, 9, 9], "9 in 'ends'"),
+        ([0, 5, 3, 8, 8], "5 before 3 in 'ends'"),
+        ([1, 5, 8, 8, 8], "1 in 'ends'"),
+        ([-1, 5, 8, 8, 8], "-1 in 'ends'"),
+    ],
+)
+def test_boundaries_that_are_none(ends, wrong):
+    """Refused before a step; behind the last one is padding."""
+    pipe = compiled(Packed(), ranks=1, schedule="1f1b")
+    good, bad = microbatch(12), microbatch(8)
+    bad["ends"] = torch.tensor([ends], dtype=torch.int32)
+    text = (
+        f"^Microbatch 1, of sequence 8, has {wrong}: boundaries of packed samples begin with 0 .* tokens, 8."
+    )
+    for step in (pipe.step, pipe.run_local):
+        with pytest.raises(fxpipe.BatchError, match=text):
+            step([good, bad])
+    bad["ends"] = torch.tensor([[0, 3, 3, 7, 7]], dtype=torch.int32)
+    assert pipe.step([good, bad]).isfinite()
+    assert pipe.step_number == 1
+
+
+class ToOthers(nn.Module):
+    """Queries of one length and keys of another, each with boundaries of its own, in two rows of a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+        q, k = (self.embed(x)[0, :, None] for x in (ids, others[:, 1:]))
+        mixed = flash_attn_varlen_func(q, k, k, *ends[0].unbind(), q.shape[0], k.shape[0])
+        return F.cross_entropy(self.head(mixed[:, 0]), ids[0])
+
+
+def test_boundaries_of_keys():
+    def part(n: int, m: int, *ends: int) -> dict[str, Tensor]:
+        rows = torch.tensor([[0, n, n], [0, *ends]], dtype=torch.int32)
+        words = {"ids": torch.arange(n)[None] % WORDS, "others": torch.arange(m)[None] % WORDS}
+        return {**words, "ends": rows[None]}
+
+    sizes = {"source": 16, "target": 12}
+    example = part(12, 16, 15, 15)
+    pipe = fxpipe.compile(ToOthers(), example, ranks=1, microbatches=1, dimensions=sizes)
+    found = {
+        each.margins[1]: {term[2:]: term[:2] for term in each.tokens} for each in pipe.plan.step.boundaries
+    }
+    assert found == {(0, 1): {(0, 1): (1, 1)}, (1, 0): {(1, 0): (1, 1), (0, 0): (-1, 1)}}
+    with pytest.raises(fxpipe.BatchError, match=r"has 8 in 'ends': .* the number of tokens, 7"):
+        pipe.step([part(9, 8, 7, 8)])
+    assert pipe.step([part(9, 8, 3, 7)]).isfinite()
+
+
 class OfTorch(Block):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         _, n, _ = x.shape

@@ -19,7 +19,7 @@ def documents_of(graph: fx.Graph) -> Documents | None:
     A leaf that is only looked at has boundaries; of another one they are computed, from the positions of
     tokens.
     """
-    boundaries = [b for node in call_nodes(graph) if (b := boundaries_of_documents(node)) is not None]
+    boundaries = [ends for node in call_nodes(graph) for _, ends in boundaries_of_documents(node)[:1]]
     before = leading_to(boundaries)
     inputs = {node.meta["input"] for node in before if node.op == "placeholder"}
     leaves = {each.name for each in inputs if each.kind is Kind.BATCH}

@@ -15,8 +15,10 @@ from fxpipe.capture.reads.example import Example
 from fxpipe.errors import CaptureError, number_of
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Kind, Origin
+from fxpipe.ir.ops import boundaries_of_documents
+from fxpipe.ir.size import Size, sized
 from fxpipe.ir.storage import argument, call_nodes, is_view
-from fxpipe.plan.step import Table
+from fxpipe.plan.step import Boundaries, Table
 
 aten = torch.ops.aten
 
@@ -52,6 +54,31 @@ def tables_of(graphs: Sequence[fx.Graph]) -> tuple[Table, ...]:
     """What leaves of the batch are rows or classes of, as the step at each of several lengths reads them."""
     first, *others = (dict.fromkeys(_tables(graph)) for graph in graphs)
     return tuple(table for table in first if all(table in other for other in others))
+
+
+def boundaries_of(
+    graphs: Sequence[fx.Graph], names: Sequence[str], points: Sequence[Sequence[int]]
+) -> tuple[Boundaries, ...]:
+    """The leaves of the batch that say where documents begin and end, by the step at each of several points,
+    which gives the names their lengths."""
+    found = dict[Boundaries, None]()
+    for leaves, margins, tokens in (
+        zip(*each, strict=True) for each in zip(*map(_divided, graphs), strict=True)
+    ):
+        number = sized(tokens, names, points)
+        if number is not None and len({*leaves}) == len({*margins}) == 1:
+            terms = number.terms if isinstance(number, Size) else ((number, 1, *[0] * len(names)),)
+            found[Boundaries(leaves[0], terms, margins[0])] = None
+    return tuple(found)
+
+
+def _divided(graph: fx.Graph) -> Iterator[tuple[str, tuple[tuple[int, int], ...], int]]:
+    """Of boundaries that attention is given the leaf, what of it is not read, and the number of tokens."""
+    for node in call_nodes(graph):
+        for tokens, ends in boundaries_of_documents(node):
+            way = _way(ends)
+            if way and (margins := _margins(way)) is not None:
+                yield way[0].meta["input"].name, margins, tokens.meta["val"].shape[0]
 
 
 def _tables(graph: fx.Graph) -> Iterator[Table]:

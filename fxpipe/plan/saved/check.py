@@ -15,12 +15,12 @@ from typing import Any
 from fxpipe.errors import ArtifactError, FxpipeError
 from fxpipe.plan.artifact import FORMAT, Plan, RankTensors, TensorLayout
 from fxpipe.plan.branches import Branch, parsed
-from fxpipe.plan.field_types import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS
+from fxpipe.plan.field_types import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, Terms
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Leaf
 from fxpipe.plan.tensors import dtype_of, is_packed
 from fxpipe.plan.version import __version__
-from fxpipe.plan.work import PlanWork, Terms
+from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import TIMES, Costs, StageBytes
 from fxpipe.schedule.ops import Phase
@@ -91,6 +91,8 @@ def _step(plan: Plan) -> None:
         path, lengths = f"step.lengths[{k}]", rows if each.leading else shapes
         require(f"{path}.example", each.example, each.example in lengths, "a length of the example")
         require(f"{path}.least", each.least, each.least <= each.example, f"at most {each.example}")
+    for k, boundaries in enumerate(step.boundaries):
+        _polynomial(f"step.boundaries[{k}].tokens", boundaries.tokens, len(step.lengths))
     for k, output in enumerate(step.outputs):
         _ranks(f"step.outputs[{k}].rank", output.rank, plan)
 
@@ -280,15 +282,18 @@ def _work(plan: Plan) -> None:
         _as_many("work.stage_rates", plan, len(plan.placement), "stage of placement")
     _as_many("work.stages", plan, len(plan.placement), "stage of placement")
     _as_many("work.edges", plan, len(plan.costs.edges), "entry of costs.edges")
-    numbers = 2 + len(work.lengths)
     for path, terms in _terms(work):
-        for k, term in enumerate(terms):
-            require(f"work.{path}[{k}]", term, len(term) == numbers, f"of {numbers} numbers")
+        _polynomial(f"work.{path}", terms, len(work.lengths))
     try:
         # By the same bounds as costs from a file, which a polynomial could leave.
         structure(unstructure(work.costs(plan.costs, {})), Costs, "costs")
     except Mismatch as error:
         raise Mismatch(f"does not give the costs of the example: {error}", "work") from error
+
+
+def _polynomial(path: str, terms: Terms, lengths: int) -> None:
+    for k, term in enumerate(terms):
+        require(f"{path}[{k}]", term, len(term) == 2 + lengths, f"of {2 + lengths} numbers")
 
 
 def _terms(work: PlanWork) -> Iterator[tuple[str, Terms]]:

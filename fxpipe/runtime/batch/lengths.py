@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 
 from fxpipe.errors import BatchError, number_of
-from fxpipe.plan.step import BatchSpec, StepSpec, Table, refused
+from fxpipe.plan.field_types import value_at
+from fxpipe.plan.step import BatchSpec, Boundaries, StepSpec, Table, refused
 from fxpipe.runtime.batch.microbatches import (
     batch_leaves,
     check_batch,
@@ -178,28 +180,49 @@ def checked(
     _of_each(spec, batch, lengths, partial(check_batch, needed=needed))
 
 
-def check_tables(spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int]]) -> None:
+def check_values(spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int]]) -> None:
     """Raise BatchError, naming microbatch, lengths and leaf, for values on the CPU that are no rows of their
-    table: no step waits for the queue of an accelerator."""
-    for m, (part, _) in enumerate(parts_of(spec, batch) if spec.tables else ()):
+    table or no boundaries of documents: no step waits for the queue of an accelerator."""
+    read: list[Table | Boundaries] = [*spec.tables, *spec.boundaries]
+    for m, (part, _) in enumerate(parts_of(spec, batch) if read else ()):
         leaves = given_leaves(spec.batch, part)
-        for table in spec.tables:
-            value = leaves.get(table.leaf)
+        for each in read:
+            value = leaves.get(each.leaf)
             if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
                 continue
-            if (wrong := _no_row(table, value)) is not None:
+            inside = value[
+                tuple(slice(a, n - b) for (a, b), n in zip(each.margins, value.shape, strict=True))
+            ]
+            wrong = (
+                _no_row(each, inside) if isinstance(each, Table) else _no_boundaries(each, inside, lengths[m])
+            )
+            if wrong:
                 where = "The batch" if part is batch else f"Microbatch {m}"
-                raise BatchError(
-                    f"{where}, of {_text(lengths[m])}, has {wrong} in {table.leaf!r}, which is read as one "
-                    f"of {number_of(table.rows, 'row')} or classes."
-                )
+                raise BatchError(f"{where}, of {_text(lengths[m])}, has {wrong}.")
 
 
-def _no_row(table: Table, value: torch.Tensor) -> int | None:
-    """A value of a leaf that is no row of its table; None if all are."""
-    part = (slice(a, n - b) for (a, b), n in zip(table.margins, value.shape, strict=True))
-    inside = value[tuple(part)]
-    read = inside if table.ignored is None else inside[inside != table.ignored]
+def _no_boundaries(boundaries: Boundaries, value: torch.Tensor, lengths: Mapping[str, int]) -> str:
+    """What of a leaf is no boundaries; empty if all is."""
+    ends, tokens = value.reshape(-1).tolist(), int(value_at(boundaries.tokens, [*lengths.values()]))
+    falls = [f"{a} before {b}" for a, b in pairwise(ends) if a > b]
+    wrong = [end for end in ends[:1] if end] + falls + [end for end in ends[-1:] if end > tokens]
+    if not wrong:
+        return ""
+    return (
+        f"{wrong[0]} in {boundaries.leaf!r}: boundaries of packed samples begin with 0 and rise to at most "
+        f"the number of tokens, {tokens}"
+    )
+
+
+def _no_row(table: Table, value: torch.Tensor) -> str:
+    """A value of a leaf that is no row of its table; empty if all are."""
+    if (wrong := _not_in(table, value)) is None:
+        return ""
+    return f"{wrong} in {table.leaf!r}, which is read as one of {number_of(table.rows, 'row')} or classes"
+
+
+def _not_in(table: Table, value: torch.Tensor) -> int | None:
+    read = value if table.ignored is None else value[value != table.ignored]
     least, most = (int(x) for x in read.aminmax()) if read.numel() else (0, 0)
     if most >= table.rows:
         return most

@@ -21,7 +21,7 @@ from fxpipe.runtime.batch.documents import agreed_shares, shares_of
 from fxpipe.runtime.batch.lengths import (
     Lengths,
     agreed_lengths,
-    check_tables,
+    check_values,
     checked,
     lengths_of,
     or_example,
@@ -184,7 +184,7 @@ def agreed_batch(
             rank = 0 if process is None else process.rank
             of_all = or_example(spec, known)
             checked(spec, batch, of_all, spec.leaves[rank])
-            check_tables(spec, batch, of_all)
+            check_values(spec, batch, of_all)
     except BatchError as refusal:
         if process is None:
             raise

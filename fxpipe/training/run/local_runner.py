@@ -18,7 +18,7 @@ from fxpipe.plan.rows import joined
 from fxpipe.plan.saved import files
 from fxpipe.plan.step import POSITIONS
 from fxpipe.runtime.batch.documents import has_several, shares_of
-from fxpipe.runtime.batch.lengths import are_listed, check_tables, lengths_of, of_replica, or_example
+from fxpipe.runtime.batch.lengths import are_listed, check_values, lengths_of, of_replica, or_example
 from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.batch.outputs import MOST_SHOWN, Collected, Listed, On, requested, shown
 from fxpipe.runtime.batch.which_programs import are_others, says
@@ -157,7 +157,7 @@ class LocalRunner:
             when = other.plan.when
             if are_others(when, [says(when, spec, batch, len(lengths))]):
                 return other.run_local(batch, step, threads, measure_memory, replay, looks)
-        check_tables(spec, batch, lengths)
+        check_values(spec, batch, lengths)
         shares = shares_of(spec, batch, lengths, self.plan.replicas)
         number = len(lengths) // self.plan.replicas
         parts = [slice(k, k + number) for k in range(0, len(lengths), number)]
