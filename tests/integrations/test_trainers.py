@@ -530,6 +530,21 @@ def test_what_a_strategy_does_not_do_is_refused(text):
     assert "runs on the example without fxpipe" not in str(raised.value)  # it does, and that helps nobody
 
 
+class HeadAlone(lightning_worker.Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.body[4].parameters(), lr=0.1)
+
+
+def test_what_an_optimizer_updates_is_clipped_by_its_own_norm():
+    def trained(**options: Any) -> dict[str, torch.Tensor]:
+        quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | lightning_worker.QUIET
+        trainer = pl.Trainer(devices=1, gradient_clip_val=0.05, **quiet, **options)
+        trainer.fit(HeadAlone(), *lightning_worker.loaders())
+        return dict(trainer.strategy.lightning_module_state_dict())
+
+    torch.testing.assert_close(trained(strategy=PipelineStrategy(microbatches=4, schedule="1f1b")), trained())
+
+
 class Annealed(lightning_worker.Net):
     weight = 1.0
 
