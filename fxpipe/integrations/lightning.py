@@ -47,7 +47,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     ``pipe``: the pipeline, which is compiled by the first batch.  All ranks make the same calls.
     Raises OptionError, on all ranks, for what a pipeline does not do: manual optimization, several
-    optimizers, accumulated batches, clipping by value, a GradScaler, ``predict``.
+    optimizers, accumulated batches, a GradScaler, ``predict``.
     """
 
     strategy_name = "fxpipe"
@@ -130,8 +130,6 @@ class PipelineStrategy(SingleDeviceStrategy):
             )
         if trainer.accumulate_grad_batches != 1:
             return _ACCUMULATES
-        if trainer.gradient_clip_algorithm not in (None, "norm"):
-            return "gradient_clip_algorithm='value': a pipeline clips by the norm of all gradients"
         if getattr(self.precision_plugin, "scaler", None) is not None:
             return "precision='16-mixed' needs a GradScaler, which a pipeline does not have: take bf16-mixed"
         return ""
@@ -242,7 +240,9 @@ class PipelineStrategy(SingleDeviceStrategy):
         held, state = {*map(id, pipe.parameters.values())}, self.optimizers[0].state
         for parameter in [p for p in state if id(p) not in held]:
             del state[parameter]
-        self._norms = pipe.optimizer(torch.optim.SGD, lr=0.0)  # for all gradients: it updates nothing
+        by_value = self._module.trainer.gradient_clip_algorithm not in (None, "norm")
+        # For all gradients: it updates nothing.
+        self._norms = pipe.optimizer(torch.optim.SGD, lr=0.0, changes_gradients=by_value)
         pipe.step_number = self._step_number
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:

@@ -505,11 +505,6 @@ RUNS: dict[str, tuple[Any, dict[str, Any], int]] = {
         8,
     ),
     "LBFGS runs the step several times for an update": (Closures, {}, 8),
-    "clips by the norm of all gradients": (
-        lightning_worker.Net,
-        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-        8,
-    ),
     "4 microbatches cannot share a batch of 6 rows": (lightning_worker.Net, {}, 6),
     "a batch of [8, 8] rows, and its first one had [12, 12]: give it drop_last": (
         lightning_worker.Net,
@@ -535,10 +530,13 @@ class HeadAlone(lightning_worker.Net):
         return torch.optim.SGD(self.body[4].parameters(), lr=0.1)
 
 
-def test_what_an_optimizer_updates_is_clipped_by_its_own_norm():
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_what_an_optimizer_updates_is_clipped_by_itself(algorithm):
     def trained(**options: Any) -> dict[str, torch.Tensor]:
         quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 1} | lightning_worker.QUIET
-        trainer = pl.Trainer(devices=1, gradient_clip_val=0.05, **quiet, **options)
+        trainer = pl.Trainer(
+            devices=1, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm, **quiet, **options
+        )
         trainer.fit(HeadAlone(), *lightning_worker.loaders())
         return dict(trainer.strategy.lightning_module_state_dict())
 
