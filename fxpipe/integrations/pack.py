@@ -268,6 +268,10 @@ def _joined(
     return {name: value.unsqueeze(0) for name, value in joined.items()}
 
 
+#: How samples are divided over replicas; another number than of earlier versions, which did it otherwise.
+_DIVISION = 2
+
+
 class PackedSteps(Sampler[list[int]]):
     """The samples of each step, as a ``batch_sampler``: as many as fit, in a new order in each epoch.
 
@@ -372,5 +376,13 @@ class PackedSteps(Sampler[list[int]]):
 
     def _digest(self) -> str:
         """What the steps follow from, beside the seed, in a few letters."""
-        options = self.tokens, self.microbatches, self.step_tokens, self.cost, self.replicas
+        options: tuple[object, ...] = (
+            self.tokens,
+            self.microbatches,
+            self.step_tokens,
+            self.cost,
+            self.replicas,
+        )
+        if self.replicas > 1:
+            options += (_DIVISION,)
         return sha256(array("q", self.lengths).tobytes() + repr(options).encode()).hexdigest()[:16]

@@ -219,6 +219,13 @@ def test_the_state_of_other_steps_is_refused(change):
         fxpipe.PackedSteps(**options | change).load_state_dict(state)
 
 
+def test_the_state_of_a_version_that_divided_otherwise_is_refused():
+    sampler = fxpipe.PackedSteps([3, 5, 6], tokens=16, microbatches=2, replicas=2)
+    of_earlier = sampler.state_dict() | {"of": "56a395aa3fe59d0d"}  # 0.1.0 at 4e14fd66
+    with pytest.raises(fxpipe.OptionError, match="state is that of other samples"):
+        sampler.load_state_dict(of_earlier)
+
+
 def test_replicas_have_as_many_steps_and_other_samples():
     (one, lengths), (other, _) = steps(replica=0, replicas=2), steps(replica=1, replicas=2)
     pairs = [*zip(one, other, strict=True)]
