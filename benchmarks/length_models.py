@@ -32,6 +32,7 @@ from transformers.models.auto import modeling_auto
 import fxpipe
 from benchmarks.model_coverage.case import without_dropout
 from benchmarks.model_coverage.sources.hugging_face import build
+from fxpipe.errors import BatchError
 
 ROWS, LONGEST, RATE = 2, 24, 1e-3
 BARRIERS = "1-barrier", "2-barrier"
@@ -117,7 +118,7 @@ def row(
         return kind, shown, f"the example's alone: {pipe.artifact.plan.step.one_length[:60]}", "", "", "", ""
     rows, known = pipe.lengths
     able = range(known.least, known.example + 1, known.step)
-    worst, done, held = 0.0, 0, list[float]()
+    worst, done, refused, held = 0.0, 0, 0, list[float]()
     signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         for _ in range(lists):
@@ -125,8 +126,14 @@ def row(
             lengths = [draw.choice(able) for _ in range(number)]
             most = [rows.most(pipe.lengths, {known.name: n}) for n in lengths]
             batch = [microbatch(draw.randint(rows.least, m), n) for m, n in zip(most, lengths, strict=True)]
-            worst = max(worst, step(pipe, model, reference, batch, held))
-            done += 1
+            try:
+                worst = max(worst, step(pipe, model, reference, batch, held))
+            except BatchError as error:
+                if "and the limit is" not in str(error):
+                    raise
+                refused += 1  # a microbatch that needs more memory than the plan leaves it
+            else:
+                done += 1
     except OutOfTime:
         pass
     except ERRORS as error:  # of the model's own kernels in float64, or of fxpipe
@@ -137,7 +144,8 @@ def row(
     text = f"{able[0]} to {able[-1]}" + (f" by {known.step}" if known.step > 1 else "")
     text += f", {rows.least} row" + ("s" if rows.least > 1 else "")
     memory = f"{min(held):.3f} to {max(held):.3f}" if held else ""
-    return kind, shown, text, str(done), f"{worst:.1e}", memory, f"{time.process_time() - begin:.0f}"
+    done_and_refused = f"{done}, {refused} refused" if refused else str(done)
+    return kind, shown, text, done_and_refused, f"{worst:.1e}", memory, f"{time.process_time() - begin:.0f}"
 
 
 def microbatch(rows: int, length: int) -> dict[str, torch.Tensor]:
