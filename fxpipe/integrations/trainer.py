@@ -216,8 +216,8 @@ class Trainer(transformers.Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._updates.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        return float(self._updates.grad_norm() if grad_norm is None else grad_norm)
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor:
+        return self._updates.grad_norm() if grad_norm is None else grad_norm  # type: ignore[no-any-return]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self._figures and "grad_norm" in logs and self.pipe is not None:
