@@ -90,9 +90,9 @@ def accuracy(predicted: Any) -> dict[str, float]:
     return {"right": float(right)}
 
 
-#: Evaluates, saves and goes back to the best weights.
+#: Two epochs, each with a last step of fewer rows; evaluates, saves and goes back to the best weights.
 WHOLE = {
-    "max_steps": 7, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5,
+    "max_steps": 8, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5,
     "load_best_model_at_end": True, "metric_for_best_model": "loss",
 }  # fmt: skip
 

@@ -83,7 +83,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(told, directory):
     numbers = [{name: x[name] for name in NUMBERS[:3] if name in x} for x in first if x["step"] > 5]
     again = [{name: x[name] for name in NUMBERS[:3] if name in x} for x in rest if x["step"] > 5]
     assert numbers == again  # bit for bit
-    assert len([x for x in numbers if "loss" in x]) == 2
+    assert len([x for x in numbers if "loss" in x]) == 3
     weights = [load_file(directory / name / "last" / "model.safetensors") for name in ("trained", "resumed")]
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
 

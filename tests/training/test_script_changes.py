@@ -172,6 +172,16 @@ def test_a_norm_of_gradients_that_were_changed_before():
     assert rank.changes.change(at_once=False) == (Kind.OTHER_FACTOR, pytest.approx(0.5))
 
 
+def test_the_norm_of_gradients_that_another_pipeline_has_left():
+    rank = Rank(0)
+    other = ScriptChanges(rank.changes.state, 0)
+    other.stepped()
+    rank.changes.norm_asked()
+    rank.scale(0.5)
+    other.compare()
+    assert other.change(at_once=False) == (Kind.FACTOR, pytest.approx(0.5))
+
+
 def test_what_changes_nothing():
     found = changed(("leave",), ("leave",))
     assert found == [Change(Kind.NOTHING)] * 2

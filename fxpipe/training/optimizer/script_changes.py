@@ -235,7 +235,16 @@ class ScriptChanges:
         self._begun.append(begun)
 
     def norm_asked(self) -> None:
-        """The script gets the norm of all gradients: those of the step, unless it has changed them."""
+        """The script gets the norm of all gradients, which a step of another pipeline of the model may have
+        left."""
+        grads = [self.state.parameter(name).grad for name in self.state.owned_by(self.rank).gradients]
+        last = [_left_by[grad]() for grad in grads if grad is not None and grad in _left_by]
+        for changes in dict.fromkeys((self, *last)):
+            if changes is not None:
+                changes._norm_is_asked()
+
+    def _norm_is_asked(self) -> None:
+        """It is that of the step's gradients, unless the script has changed them."""
         then = {name: known.elements[0] for name, known in self._after_step.items() if known.elements}
         parameters = {name: p for name in then if (p := self.state.parameter(name)).grad is not None}
         now = [gradient for gradient, _ in _elements([*parameters.values()])]
