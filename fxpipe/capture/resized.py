@@ -121,9 +121,9 @@ def sample(
     remedy = "Leave dimensions out."
     if named and isinstance(failure, CaptureError):
         remedy = (
-            f"That is with other lengths of {', '.join(named)}. If the model takes multiples of a number "
-            "alone, give an example of three of them or more. Leave what its weights or code fix out of "
-            "dimensions: no batch has another."
+            f"That is with other lengths of {', '.join(named)}. Leave what the model's weights or code fix "
+            "out of dimensions: no batch has another. Of a model that takes multiples of a number alone give "
+            "an example of three of them or more."
         )
         alike = [name for name in named if lengths[name] == lengths.get(leading)]
         if alike:
