@@ -266,7 +266,7 @@ def test_a_positional_table_that_is_too_short():
 def test_lengths_at_which_a_model_fails_are_named():
     class Windows(torch.nn.Linear):
         def forward(self, x):
-            return super().forward(x).unflatten(1, (-1, 8)).square().mean()
+            return super().forward(x).unflatten(1, (-1, 12)).square().mean()
 
     with pytest.raises(fxpipe.SizeError, match="At microbatch 3, time 20, traced beside the example:"):
         fxpipe.compile(
