@@ -119,16 +119,15 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
 _own_step_hooks = set[int]()
 
 
-def before_each_update(function: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
-    """Call a function before each step of every optimizer, as no hook of the user's."""
+def before_each_update(function: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call a function before each step of every optimizer, as no hook of the user's, from now on: torch goes
+    through its hooks, of which none may be removed meanwhile."""
     handle = nn_optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: function(optimizer))
     _own_step_hooks.add(handle.id)
-    return handle
 
 
 def after_each_update(function: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call a function behind each step of every optimizer, as no hook of the user's, from now on: torch goes
-    through its hooks, of which none may be removed meanwhile."""
+    """The same behind each step."""
     handle = nn_optimizer.register_optimizer_step_post_hook(lambda optimizer, *_: function(optimizer))
     _own_step_hooks.add(handle.id)
 

@@ -1,14 +1,17 @@
 """What a script changes between a step and the update: one factor of a known cause, or an error."""
 
 import copy
+import gc
 import io
 import math
 import warnings
+import weakref
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fxpipe
 from fxpipe.errors import RunError
@@ -180,6 +183,25 @@ def test_the_norm_of_gradients_that_another_pipeline_has_left():
     rank.scale(0.5)
     other.compare()
     assert other.change(at_once=False) == (Kind.FACTOR, pytest.approx(0.5))
+
+
+def test_a_pipeline_may_end_while_hooks_of_an_update_run():
+    """As the garbage collector ends one at any time."""
+    ranks = [Rank(0)]
+    known = weakref.ref(ranks[0].changes)
+
+    def ends(*_):
+        ranks.clear()
+        gc.collect()
+
+    # Another one behind it, to which torch goes on.
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (ends, lambda *_: None)]
+    try:
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert known() is None
 
 
 def test_what_changes_nothing():

@@ -149,7 +149,6 @@ class ScriptChanges:
         if is_divided or len({frozenset(names) for names in owned if names}) > 1:
             self._names = self.state.owned_by(self.rank).gradients
             me = weakref.ref(self)
-            # It stays: removed by the garbage collector, it could change torch's hooks while they run.
             before_each_update(lambda optimizer: _follow(me, optimizer))
 
     @cached_property
