@@ -276,7 +276,12 @@ def _run(
     options: CaptureOptions,
 ) -> fx.GraphModule:
     """The ops that the step runs on fake tensors, with torch as a program has it."""
-    as_written = patches.plain_kernels(), patches.graphs_alone(), patches.uncompiled()
+    as_written = (
+        patches.plain_kernels(),
+        patches.graphs_alone(),
+        patches.uncompiled(),
+        patches.weighted_errors(),
+    )
     checkpoints = (
         patches.checkpoints_that_end(),
         patches.selective_checkpoints(),

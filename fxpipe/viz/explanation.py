@@ -63,7 +63,7 @@ def _loss(plan: Plan) -> Iterator[str]:
     """What the loss of a step is the mean of, where microbatches have numbers of their own."""
     if plan.batch_means:
         yield (
-            "The loss is the whole batch's: all microbatches divide by the mean over the batch of "
+            "The loss is the whole batch's: all microbatches divide by their share of the batch's "
             f"{', '.join(plan.batch_means)}."
         )
     if plan.own_means:

@@ -72,6 +72,42 @@ def epsilon(logits, y, more):
     return -(per_token(logits, y) * mask).sum() / (mask.sum() + 1e-8) * 0.5
 
 
+def few(logits, y, more):
+    """Weights whose sum over the batch is below the least divisor."""
+    weights = (y != -100).to(logits.dtype) * 0.01
+    return (per_token(logits, y) * weights).sum() / weights.sum().clamp(min=1)
+
+
+def few_of_a_mean(logits, y, more):
+    weights = (y != -100).to(logits.dtype) * 0.01
+    return (per_token(logits, y) * weights).mean() / torch.maximum(weights.mean(), torch.tensor(0.5))
+
+
+def few_at_a_place(logits, y, more):
+    mask = (y != -100).to(logits.dtype)
+    return ((per_token(logits, y) * mask).sum(0) / mask.sum(0).clamp(min=3)).mean()
+
+
+def plus_one(logits, y, more):
+    mask = y != -100
+    return (per_token(logits, y) * mask).sum() / (mask.sum() + 1)
+
+
+def within_bounds(logits, y, more):
+    mask = (y != -100).to(logits.dtype)
+    return (per_token(logits, y) * mask).sum() * (mask.sum() * 2).clamp(5, 20).reciprocal()
+
+
+def of_two_counts(logits, y, more):
+    mask = (y != -100).to(logits.dtype)
+    return (per_token(logits, y) * mask).sum() / ((mask.sum() + 1e-3) + (y % 2 == 0).sum().clamp(min=30))
+
+
+def unless_none(logits, y, more):
+    mask = (y != -100).to(logits.dtype)
+    return (per_token(logits, y) * mask).sum() / torch.where(mask.sum() > 0, mask.sum(), 1.0)
+
+
 def normalized_mask(logits, y, more):
     mask = (y != -100).to(logits.dtype)
     return (per_token(logits, y) * (mask / mask.sum())).sum()
@@ -105,6 +141,12 @@ def of_sequences(logits, y, more):
     return ((per_token(logits, y) * mask).sum(1) / (mask.sum(1) + 1)).mean()
 
 
+def weighted_errors(logits, y, more):
+    """Torch loses the weight where a mode sees its functions."""
+    weights = (y[..., None] != -100).to(logits.dtype) * more[1]
+    return F.l1_loss(logits, torch.ones_like(logits), weight=weights)
+
+
 def even(logits, y, more):
     return more[0].square().mean() + logits.logsumexp(-1).mean()
 
@@ -114,8 +156,9 @@ def weighted(logits, y, more):
 
 
 LOSSES = [
-    mean, shifted, of_dims, smoothed, weighted, masked, guarded, epsilon, normalized_mask, means, with_others,
-    stacked, not_nan, of_sequences, even,
+    mean, shifted, of_dims, smoothed, weighted, masked, guarded, epsilon, few, few_of_a_mean, few_at_a_place,
+    plus_one, within_bounds, of_two_counts, unless_none, normalized_mask, means, with_others, stacked,
+    not_nan, of_sequences, weighted_errors, even,
 ]  # fmt: skip
 
 
@@ -191,7 +234,7 @@ def test_explain_names_the_divisors(capsys):
     options = {"ranks": 1, "microbatches": 3, "schedule": "1f1b"}
     fxpipe.compile(Model(masked), example, **options).explain()
     assert re.search(
-        r"divide by the mean over the batch of model_sum_1 \(test_batch_means.py:\d+\)",
+        r"divide by their share of the batch's model_sum_1 \(test_batch_means.py:\d+\)",
         capsys.readouterr().out,
     )
     with pytest.warns(UserWarning, match="of which fxpipe cannot take the whole batch's"):

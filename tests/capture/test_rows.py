@@ -453,6 +453,41 @@ def rising_weights(net, x, z, y, w, mask):
     return (each_loss(net, z, y) * torch.linspace(0, 1, len(z) + 1)[1:]).mean()
 
 
+@loss
+def centered(net, x, z, y, w, mask):
+    return F.mse_loss(net.body(z), z - z.mean(0))
+
+
+@loss
+def moved_by_a_mean(net, x, z, y, w, mask):
+    return F.huber_loss(net.body(z) + z.mean(), z)
+
+
+@loss
+def logs_moved_by_a_mean(net, x, z, y, w, mask):
+    return F.nll_loss(net.head(z).log_softmax(-1) + w.mean(), y)
+
+
+@loss
+def by_a_guarded_sum(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * w).sum() / w.sum().clamp(min=1e3)
+
+
+@loss
+def by_a_guarded_share(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * w).mean() / (w.sum() / len(w)).clamp(min=0.05)
+
+
+@loss
+def by_a_sum_and_the_rows(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * w).sum() / (w.sum() + len(w))
+
+
+@loss
+def by_a_mean_or_a_sum(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * w).mean() / torch.maximum(w.mean(), w.sum())
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4
@@ -467,7 +502,8 @@ def _in_double():
 
 #: Where a microbatch is one row, and the rows could lie in any dimension of one entry.
 OF_ONE_ROW = [
-    "balance", "each_by_its_place", "in_a_loop_by_the_rows", "last_token", "over_rows", "overlap_of_each",
+    "balance", "by_a_guarded_share", "by_a_sum_and_the_rows", "centered", "each_by_its_place",
+    "in_a_loop_by_the_rows", "last_token", "over_rows", "overlap_of_each",
     "put_together_and_summed", "put_together_again", "rising_weights", "row_by_row", "row_by_row_undivided",
     "some_part_of_the_mean", "sums_by_rows", "the_first_alone", "times_the_rows", "within_a_function",
 ]  # fmt: skip

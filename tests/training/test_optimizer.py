@@ -156,6 +156,35 @@ def test_gradients_are_freed_or_zeroed():
     assert all(torch.equal(p.grad, first[name]) for name, p in pipe.parameters.items())
 
 
+@pytest.mark.parametrize("master_weights", [False, True], ids=["", "masters"])
+@pytest.mark.parametrize("options", [{}, {"set_to_none": True}, {"set_to_none": False}], ids=str)
+def test_an_update_without_gradients(options, master_weights):
+    """Where a script zeroes them behind a step, as one whose loss is too large, momentum moves nothing;
+    zeros that are asked for do."""
+    dtype = torch.bfloat16 if master_weights else torch.float32
+    model = Squares().to(dtype)
+    plain = copy.deepcopy(model).float()
+    rule = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    pipe = fxpipe.compile(
+        model, {"x": torch.ones(2, 4, dtype=dtype)}, ranks=1, microbatches=2, schedule="1f1b"
+    )
+    ours = pipe.optimizer(torch.optim.SGD, master_weights=master_weights, **rule)
+    theirs = torch.optim.SGD(plain.parameters(), **rule)
+    for step in range(4):
+        pipe.step({"x": batch(step)["x"].to(dtype)})
+        for name, parameter in plain.named_parameters():
+            parameter.grad = pipe.parameters[name].grad.clone().float()
+        if step == 1:
+            ours.zero_grad(**options)
+            theirs.zero_grad(**options)
+        ours.step()
+        theirs.step()
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(pipe.parameters[name], parameter.to(dtype)), (step, name)
+        ours.zero_grad()
+        theirs.zero_grad()
+
+
 def test_steps_that_are_not_finite_without_end():
     """Those in a row count; ``True`` allows a hundred."""
     pipe = pipeline(Squares())

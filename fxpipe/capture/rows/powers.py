@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -58,20 +58,24 @@ _ADDING = families.ADDED | {
 class RowPowers:
     """``of``: the power in each value that leads to the loss.  ``odd``: the ops whose results have none.
 
-    flow: what the values are of the rows.  exact: divisions that are made by a count of the whole batch.
+    flow: what the values are of the rows.  exact: divisions by what the whole batch has, each with the sums
+    or means over rows of which that is made; none of a number of the batch.
     """
 
     def __init__(
-        self, graph: fx.Graph, loss: fx.Node, flow: Flow, exact: Container[fx.Node], numbers: RowNumbers
+        self,
+        graph: fx.Graph,
+        results: Iterable[fx.Node],
+        flow: Flow,
+        exact: Mapping[fx.Node, Sequence[fx.Node]],
+        numbers: RowNumbers,
     ) -> None:
         self.flow, self.exact, self.numbers = flow, exact, numbers
         self.of: dict[fx.Node, float] = {}
         self.odd: list[fx.Node] = []
         self._zeros: set[fx.Node] = set()
-        before = leading_to([loss])
-        for node in graph.nodes:
-            if node not in before:
-                continue
+        before = leading_to(results)
+        for node in (x for x in graph.nodes if x in before):
             if node.op == "placeholder":
                 self.of[node] = sum(numbers.of(node).values())
                 continue
@@ -80,8 +84,7 @@ class RowPowers:
                 self.odd.append(node)
                 power = 0.0
             self.of[node] = power
-        if flow.of[loss].form is not Form.LOST and self.of[loss]:
-            self.odd.append(loss)
+        self.odd += [x for x in results if flow.of[x].form is not Form.LOST and self.of[x]]
 
     def cause(self, node: fx.Node) -> fx.Node:
         """The op with which a power begins that is in an operand of this one, or in its result."""
@@ -116,8 +119,9 @@ class RowPowers:
                 return 0.0
             case _ if packet in _FILLS:
                 return sum(of_numbers.values())
-            case aten.div if node in self.exact and self.flow.has(node.args[1], Form.SAME):
-                return powers[0] - 1.0  # by a number of the batch, of which each microbatch has its share
+            case aten.div | aten.reciprocal if node in self.exact:
+                of_batch = _alike(self.of[x] for x in self.exact[node]) if self.exact[node] else 1.0
+                return (powers[0] if packet is aten.div else 0.0) - of_batch
             case aten.div if not node.kwargs:
                 return powers[0] - powers[1]
             case aten.pow if not of_numbers and numbers:

@@ -30,8 +30,6 @@ from fxpipe.ir.storage import argument
 
 aten = torch.ops.aten
 
-#: A number that is added to a count, so that nothing is divided by zero, is at most this.
-LARGEST_EPSILON = 1e-3
 #: The reductions of losses.
 _SUMMING = 1, 2
 _OF_SUMS = families.SHAPES | TRANSPOSES | families.PARTS | families.JOINED | SUMS | families.LINEAR | {
@@ -39,8 +37,9 @@ _OF_SUMS = families.SHAPES | TRANSPOSES | families.PARTS | families.JOINED | SUM
 }  # fmt: skip
 #: Of ops whose other operands have no entries at the same place.
 _OPERANDS = {aten.copy: slice(1, 2), aten.masked_scatter: slice(2)}
+_OF_LOGS = {aten.nll_loss2d_forward, aten.nll_loss_forward}
 _ADDITIONS = {aten.add, aten.rsub, aten.sub}
-_AFFINE = _ADDITIONS | COPIES | families.SHAPES | TRANSPOSES | {aten.expand, aten.neg}
+_AFFINE = _ADDITIONS | COPIES | families.SHAPES | TRANSPOSES | {aten.expand, aten.mean, aten.neg}
 
 
 def of_sums(flow: Flow, node: fx.Node) -> Rows:
@@ -52,10 +51,8 @@ def of_sums(flow: Flow, node: fx.Node) -> Rows:
     is_linear = packet in _OF_SUMS
     match packet:
         case aten.add | aten.sub | aten.rsub:
-            numbers = [x for x in node.args[:2] if isinstance(x, int | float)]
-            is_small = len(numbers) == 1 and abs(numbers[0]) <= LARGEST_EPSILON
             is_rest = packet is not aten.add and (second if packet is aten.rsub else first)
-            is_count &= (first and second) or (first and is_small) or is_rest
+            is_count &= (first and second) or is_rest
         case aten.mul:
             is_linear = first != second
         case aten.div:
@@ -114,8 +111,8 @@ def is_affine(flow: Flow, node: fx.Node) -> bool:
     if packet in (aten.div, aten.mul):
         others = [x for x in node.args[:2] if isinstance(x, fx.Node) and not flow.has(x, Form.SAME)]
         return len(others) == 1 and (packet is aten.mul or others[0] is node.args[0])
-    is_mean = packet is aten.mean or argument(node, "reduction") == 1
-    return is_mean or packet in _AFFINE
+    is_mean_of_logs = packet in _OF_LOGS and argument(node, "reduction") == 1
+    return is_mean_of_logs or packet in _AFFINE
 
 
 def reduced(flow: Flow, node: fx.Node) -> Rows:

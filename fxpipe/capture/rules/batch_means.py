@@ -10,9 +10,13 @@ batch: (a / n + b / n) / 2 with n = (count of a + count of b) / 2.  The mean of 
 another loss wherever microbatches have different counts.
 
 A divisor must be a sum or a mean over rows of the data (``rows/analysis.py``), and the loss a linear function
-of what it divides; each term of a sum may have its own.  Where a sum over rows is divided by a number of the
-batch, that is one of all microbatches, of which each has its share.  ``BatchMeans`` names those, and
-those that stay, as do other functions of a sum over rows (``joins.py``).
+of what it divides; each term of a sum may have its own.  One that is made of such a sum and of fixed numbers,
+as ``clamp(count, 1)``, is made of the whole batch's, of which each microbatch has its share:
+
+after:  div(sum, mul(clamp(div(batch_mean(count), 1 / microbatches), 1), 1 / microbatches))
+
+So has each of a number of the batch by which a sum over rows is divided, which is one of all microbatches.
+``BatchMeans`` names those, and those that stay, as do other functions of a sum over rows (``joins.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.rows.forms import SUMMED
-from fxpipe.capture.rules.loss_tail import GUARDS, SUM, Division, Tail, is_loss
+from fxpipe.capture.rules.loss_tail import SUM, Division, Tail, is_loss
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.graph import batch_mean
 from fxpipe.ir.nodes import copy_node
@@ -34,8 +38,6 @@ from fxpipe.ir.storage import drop_dead, graph_outputs, leading_to, set_outputs
 from fxpipe.plan.tensors import accum_dtype
 
 aten = torch.ops.aten
-
-_LEAST = 2.0**-16  # of a guard, so that it is below each batch's mean of counts, and above zero in float16
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def _as_division(tail: Tail, division: Division) -> Division:
     for user in before:
         user.replace_input_with(item, mean)
     tail.linear[mean] = None
-    return Division(mean, division.backward, division.text)
+    return Division(mean, division.backward, division.text, (count,))
 
 
 def _keep_for_others(tail: Tail, divisions: Set[fx.Node]) -> None:
@@ -125,30 +127,35 @@ def _divide_by_mean(tail: Tail, division: Division, share: float) -> None:
     node, call = division.node, partial(called, tail.calls, division.node)
     *before, divisor = node.args
     assert isinstance(divisor, fx.Node)
-    dtype = node.meta["val"].dtype
+    dtype, values = node.meta["val"].dtype, dict[fx.Node, fx.Node]()
 
     def cast(value: fx.Node, dtype: torch.dtype) -> fx.Node:
         return value if value.meta["val"].dtype == dtype else call(aten._to_copy.default, value, dtype=dtype)
 
     def mean_of(count: fx.Node) -> fx.Node:
-        if tail.is_sum(count):
-            return call(batch_mean, cast(count, accum_dtype(dtype)))
-        if tail.is_total(count):
-            tail.has_total = True
-            return call(aten.mul.Tensor, call(batch_mean, cast(count, accum_dtype(dtype))), share)
-        first, *others = count.args
-        assert isinstance(first, fx.Node)
-        value, packet = mean_of(first), count.target.overloadpacket  # type: ignore[union-attr]
-        if packet is aten._to_copy:
-            return value
-        if packet in GUARDS:
-            least = others[0]
-            scaled = call(aten.mul.Tensor, least, _LEAST) if isinstance(least, fx.Node) else least * _LEAST  # type: ignore
-            others = [scaled]
-        return call(count.target, value, *others)
+        return call(batch_mean, cast(count, accum_dtype(dtype)))
+
+    def of_batch(part: fx.Node) -> fx.Node:
+        """What the whole batch has of a part of the divisor."""
+        if tail.is_fixed(part):
+            return part
+        if part in division.counts and part not in values:
+            mean = mean_of(part)
+            values[part] = call(aten.div.Tensor, mean, share) if division.power else mean
+        elif part not in values:
+            operands: Any = fx.map_arg((part.args, dict(part.kwargs)), of_batch)
+            args, kwargs = operands
+            is_cast = part.target is aten._to_copy.default and args[0].meta["val"].is_floating_point()
+            values[part] = args[0] if is_cast else call(part.target, *args, **kwargs)
+        return values[part]
 
     with tail.graph.inserting_before(node):
-        mean = cast(mean_of(divisor), dtype)
+        mean = of_batch(divisor) if division.counts else mean_of(divisor)
+        if not division.counts:
+            tail.has_total = True
+        if division.power or not division.counts:
+            mean = call(aten.mul.Tensor, mean, share)
+        mean = cast(mean, dtype)
     node.args = (*before, mean)
     for other, place in division.backward:
         other.args = (*other.args[:place], mean, *other.args[place + 1 :])

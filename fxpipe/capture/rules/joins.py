@@ -26,10 +26,10 @@ from torch import fx
 from fxpipe.capture.rows.analysis import RowAnalysis
 from fxpipe.capture.rows.numbers import RowNumbers, twice_the_rows
 from fxpipe.capture.rows.powers import RowPowers, has_numbers, is_gradient_of_mean
-from fxpipe.capture.rules.loss_tail import Tail, line_of
+from fxpipe.capture.rules.loss_tail import Division, Tail, line_of
 from fxpipe.errors import number_of
 from fxpipe.ir.builder import node_arg
-from fxpipe.ir.storage import graph_outputs
+from fxpipe.ir.storage import graph_outputs, leading_to
 
 NUMBER = "it computes with a number that follows from how many rows there are"
 OF_MEAN = (
@@ -56,7 +56,7 @@ def joins_of(tail: Tail, analysis: RowAnalysis, numbers: Callable[[], RowNumbers
     numbers: those of the forward, for which it is traced once more; None of a model that takes no other
     number of rows.
     """
-    graph, exact = tail.graph, {each.node for each in tail.divisions}
+    graph, exact = tail.graph, {each.node: each.counts for each in tail.divisions}
     loss = graph_outputs(graph).loss
     assert loss is not None, "that of the tail"
     analysis.follow(exact)
@@ -65,11 +65,12 @@ def joins_of(tail: Tail, analysis: RowAnalysis, numbers: Callable[[], RowNumbers
         node = todo.pop()
         if node not in behind:
             behind.add(node)
-            todo += [node_arg(node, 0)] if node in exact else node.all_input_nodes
+            operands = node.args[:-1] if node in exact else node.all_input_nodes
+            todo += [x for x in operands if isinstance(x, fx.Node)]
     told, sums = {**analysis.told}, list[fx.Node]()
     known = numbers() if has_numbers(graph, loss, analysis) else RowNumbers(graph, {})
     if known is not None:
-        powers = RowPowers(graph, loss, analysis, exact, known)
+        powers = RowPowers(graph, [loss], analysis, exact, known)
         for node in powers.odd:
             cause = powers.cause(node)
             if powers.is_sum(cause):
@@ -78,8 +79,21 @@ def joins_of(tail: Tail, analysis: RowAnalysis, numbers: Callable[[], RowNumbers
                 told.setdefault(node, OF_MEAN)
             else:
                 told.setdefault(cause, NUMBER)
+        for each in tail.divisions:
+            if each.power is not None and _has_rows(tail, each, powers):
+                del exact[each.node]
+                told[each.node] = NUMBER
+        tail.divisions = [each for each in tail.divisions if each.node in exact]
     ops = {node: told[node] for node in graph.nodes if node in told and node in behind and node not in exact}
     return Joins(ops, tuple(sums))
+
+
+def _has_rows(tail: Tail, division: Division, powers: RowPowers) -> bool:
+    """Whether numbers beside the counts of a divisor follow from how many rows there are, or make of them a
+    mean where ``tail`` takes them for sums."""
+    beside = leading_to([node_arg(division.node, -1)], lambda node: node not in division.counts)
+    of_rows = (powers.numbers.of(x) or (tail.is_fixed(x) and powers.of.get(x)) for x in beside)
+    return any(of_rows) or any(powers.of[count] != division.power for count in division.counts)
 
 
 def warn_of_joins(tail: Tail, analysis: RowAnalysis, example: Any, forward: Forward) -> None:
@@ -99,6 +113,8 @@ def warn_of_joins(tail: Tail, analysis: RowAnalysis, example: Any, forward: Forw
         example, analysis = twice_the_rows(example), RowAnalysis(*two)
         judged = Tail(two[0], analysis)
         joins = joins_of(judged, analysis, numbers)
+        exact = {each.text for each in judged.divisions}
+        tail.divisions = [each for each in tail.divisions if each.power is None or each.text in exact]
     divides = {*judged.apart}
     judged.apart |= {node: _function(node) for node in joins.ops if node not in divides}
     odd = [node for node in judged.apart if node in judged.odd or joins.ops.get(node)] or tail.odd

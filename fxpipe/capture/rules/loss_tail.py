@@ -12,6 +12,8 @@ from torch import fx
 
 from fxpipe.capture.rows.analysis import RowAnalysis, is_sum_of_lanes
 from fxpipe.capture.rows.forms import Form
+from fxpipe.capture.rows.numbers import RowNumbers
+from fxpipe.capture.rows.powers import RowPowers
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
@@ -31,19 +33,27 @@ _LINEAR = {
 }  # fmt: skip
 #: Ops that leave one number as it is.
 _OF_ONE_NUMBER = {aten._to_copy, aten._unsafe_view, aten.expand, aten.reshape, aten.unsqueeze, aten.view}
-#: Of a count, what keeps it from being zero.
-GUARDS = {aten.clamp, aten.clamp_min, aten.maximum}
+#: Ops that make another number of a count and of fixed ones, as one that is never zero: of the whole batch's
+#: count they make the whole batch's.
+_OF_COUNTS = _OF_ONE_NUMBER | {
+    aten.add, aten.clamp, aten.clamp_max, aten.clamp_min, aten.div, aten.eq, aten.ge, aten.gt, aten.le,
+    aten.lt, aten.maximum, aten.minimum, aten.mul, aten.nan_to_num, aten.ne, aten.sub, aten.where,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
     """A division of the loss.  ``node``: an op that divides by a count, or a mean cross-entropy, which does.
     ``backward``: the ops that differentiate it, each with the place of the count among its arguments.
-    ``text``: the count."""
+    ``text``: the divisor.  ``counts``: the sums or means over rows of which that is made.  ``power``: 1 where
+    they are sums, 0 where they are means; None where the divisor is one of them as it is.
+    """
 
     node: fx.Node
     backward: tuple[tuple[fx.Node, int], ...]
     text: str
+    counts: tuple[fx.Node, ...] = ()
+    power: float | None = None
 
 
 class Tail:
@@ -55,7 +65,7 @@ class Tail:
     """
 
     def __init__(self, graph: fx.Graph, analysis: RowAnalysis) -> None:
-        self.graph, self.calls = graph, Calls(graph)
+        self.graph, self.calls, self._analysis = graph, Calls(graph), analysis
         self.rows = {node: rows for node, rows in analysis.of.items() if rows.is_data}
         self._same = _same_for_all(graph)
         self.linear: dict[fx.Node, None] = {}
@@ -114,11 +124,13 @@ class Tail:
             yield from (x for x in node.args[:1] if isinstance(x, fx.Node) and x is not divisor)
             return
         backward = self._backward(node, (aten.div.Tensor,), 1)
-        is_count = is_total or self._is_count(divisor)
+        counts = {} if is_total else self._counts(divisor)
+        powers, text = self._powers(counts), f"{divisor.name} ({line_of(node)})"
+        is_count = is_total or len(powers) == 1
         if is_count and not node.kwargs and (backward or not self._trains(node)):
-            self.divisions.append(Division(node, backward, f"{divisor.name} ({line_of(node)})"))
+            self.divisions.append(Division(node, backward, text, tuple(counts), *powers))
         elif divisor.meta["val"].numel() == 1:
-            self.apart[node] = f"{divisor.name} ({line_of(node)})"
+            self.apart[node] = text
             if divisor in self.rows:
                 self.odd.append(node)
 
@@ -157,19 +169,29 @@ class Tail:
         """Whether a value is a sum or a mean over rows of the data, and nothing more."""
         return self._has(node, Form.SUMMED) and self.rows[node].is_count
 
-    def _is_count(self, node: fx.Node) -> bool:
-        """Whether a value is a count of data, or one that is kept from being zero."""
-        if node not in self.rows or self.is_sum(node):
-            return node in self.rows
+    def _counts(self, node: fx.Node) -> dict[fx.Node, bool]:
+        """The sums over rows that a divisor is made of, each with whether it is that sum but for its shape;
+        none of a divisor that is made of anything else."""
         packet = getattr(node.target, "overloadpacket", None)
-        first, *others = [*node.args, None]
-        if packet in GUARDS and isinstance(first, fx.Node):
-            least = others[0]
-            is_fixed = isinstance(least, int | float) or (
-                isinstance(least, fx.Node) and self._has(least, Form.SAME)
-            )
-            return is_fixed and others[1:] in ([], [None]) and self._is_count(first)
-        return packet in _OF_ONE_NUMBER and isinstance(first, fx.Node) and self._is_count(first)
+        if node in self.rows and self.is_sum(node):
+            return {node: True}
+        parts = [self._counts(x) for x in input_nodes(node) if not self.is_fixed(x)]
+        if packet not in _OF_COUNTS or not all(parts):
+            return {}
+        is_one = packet in _OF_ONE_NUMBER
+        return {count: is_plain and is_one for each in parts for count, is_plain in each.items()}
+
+    def is_fixed(self, node: fx.Node) -> bool:
+        """Whether a value is the same for all rows of all microbatches."""
+        return node in self._same or self._has(node, Form.SAME)
+
+    def _powers(self, counts: dict[fx.Node, bool]) -> set[float | None]:
+        """What powers of the number of rows the counts of a divisor have, as far as no number that follows
+        from the rows gives them another one (``joins.py``)."""
+        if all(counts.values()):
+            return {None} if counts else set()
+        powers = RowPowers(self.graph, counts, self._analysis, {}, RowNumbers(self.graph, {})).of
+        return {powers[count] for count in counts}
 
     def _add_cross_entropy(self, item: fx.Node) -> None:
         loss = node_arg(item, 0)

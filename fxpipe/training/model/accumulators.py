@@ -300,6 +300,11 @@ def mark_zeroed(grads: Iterable[torch.Tensor]) -> None:
         _zeroed[grad] = writes_to(grad)
 
 
+def is_zeroed(grad: torch.Tensor) -> bool:
+    """Whether nothing was written to a gradient since it was zeroed."""
+    return bool(_zeroed) and bool(_zeroed.get(grad) == writes_to(grad))
+
+
 def take_zeroed(grad: torch.Tensor) -> bool:
     """Whether a gradient is known to be zero; forgets it, as the caller is about to change it."""
     return bool(_zeroed.pop(grad, None) == writes_to(grad))

@@ -21,10 +21,10 @@ from fxpipe.plan.step import Replay
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.job.user_line import called_function
 from fxpipe.runtime.torch_private import copy_each, has_step_hooks, zero_each
-from fxpipe.training.model.accumulators import mark_zeroed
+from fxpipe.training.model.accumulators import is_zeroed, mark_zeroed
 from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.rollback import Rollback
-from fxpipe.training.model.speculative_update import SpeculativeUpdate, set_grad
+from fxpipe.training.model.speculative_update import SpeculativeUpdate, set_grad, set_grads
 from fxpipe.training.optimizer.clipping import Clipping
 from fxpipe.training.optimizer.optimizer_state import MASTER, check_parameters, named_state, without_masters
 from fxpipe.training.optimizer.script_changes import ScriptChanges
@@ -107,6 +107,7 @@ class PipelineOptimizer(Optimizer):
         self._replays: UpdateReplays | None = None
         if replay is not None and replay[0]:
             self._replays = UpdateReplays(*replay, optimizer, self.names, self.masters)
+        self._leaves_zeroed_out = True
         self._made = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._made = True
@@ -190,7 +191,7 @@ class PipelineOptimizer(Optimizer):
 
     def _make(self, norm: torch.Tensor | None) -> None:
         """Clip by a norm, if there is one, and update; as a replay, where there is one."""
-        if self._replays is None:
+        if self._replays is None or any(self._is_left_out(p.grad) for p in self._parameters()):
             self._clip_and_update(norm)
         else:
             self._replays.make(self._clip_and_update, norm)
@@ -284,21 +285,27 @@ class PipelineOptimizer(Optimizer):
     def _update(self) -> None:
         """Step the wrapped optimizer on gradients of the dtype of what it updates; then give the parameters
         the values of their masters."""
-        accumulated = {}
+        accumulated, left_out = {}, dict[Parameter, torch.Tensor]()
         for updated, parameter in zip(self._updated(), self._parameters(), strict=True):
             grad = parameter.grad
-            if grad is not None and (updated is not parameter or grad.dtype != updated.dtype):
+            if grad is not None and self._is_left_out(grad):
+                left_out[parameter], parameter.grad = grad, None
+            elif grad is not None and (updated is not parameter or grad.dtype != updated.dtype):
                 accumulated[updated] = grad
                 set_grad(updated, grad.to(updated.dtype))
         try:
             self.optimizer.step()
         finally:  # an error must not leave the user's gradients cast, nor masters with gradients
+            set_grads([*left_out], [*left_out.values()])
             for updated, grad in accumulated.items():
                 if updated in self.masters:
                     updated.grad = None
                 else:
                     set_grad(updated, grad)
         self._give_masters()
+
+    def _is_left_out(self, grad: torch.Tensor | None) -> bool:
+        return grad is not None and self._leaves_zeroed_out and is_zeroed(grad)
 
     @torch.no_grad()
     def _give_masters(self) -> None:
@@ -359,11 +366,13 @@ class PipelineOptimizer(Optimizer):
         device = next((p.device for p in self._counted), None)
         return self._clipping.norm(self._clipping.total(numbers).to(device))
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradients.  They keep their memory by default, which saves its allocation in each step.
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Zero the gradients.  By default they keep their memory, which saves its allocation in each step,
+        and an update leaves out those to which nothing was added since, as if they were None.
 
         Those of an update that may have to be made again are zeroed when it stands.
         """
+        self._leaves_zeroed_out = set_to_none is not False
         self.counts.zeroed += 1
         self.counts.called("zero_grad")
         if set_to_none:
