@@ -5,6 +5,8 @@ another loss, and nothing was told. *alarms*: told, and the same loss (rows in a
 is taken, are among them).
 
 ``--part drawn``: losses of 3 to 9 ops that are drawn, of two layers, in any order of dimensions.
+``--part written``: losses as people write them, drawn of targets, errors, weights, divisors and terms.
+Measured is what a step gives, of which divisors by counts are the whole batch's.
 ``--part models``: the models of ``benchmarks/model_coverage``, with the mean square of their outputs or their
 own loss.
 
@@ -21,7 +23,7 @@ import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,142 @@ def of_drawn(first: int, number: int, rows: int) -> Iterator[tuple[str, float, s
         yield f"{seed}", off / DRAWN_BOUND, text
 
 
+#: By name, of a batch's outputs [rows, length, width], its targets alike, labels, and weights of its rows.
+TARGETS: dict[str, Callable[[Value, Value], Value]] = {
+    "t": lambda t, w: t,
+    "t - t.mean(0)": lambda t, w: t - t.mean(0),
+    "t / t.std()": lambda t, w: t / t.std(),
+    "t - t.mean(-1)": lambda t, w: t - t.mean(-1, keepdim=True),
+    "t * w": lambda t, w: t * w[:, None, None],
+    "t + w.mean()": lambda t, w: t + w.mean(),
+}
+OUTPUTS: dict[str, Callable[[Value, Value], Value]] = {
+    "o": lambda o, w: o,
+    "o.tanh()": lambda o, w: o.tanh(),
+    "o - o.mean(1)": lambda o, w: o - o.mean(1, keepdim=True),
+    "o + w.mean()": lambda o, w: o + w.mean(),
+    "o / o.norm(-1)": lambda o, w: o / o.norm(dim=-1, keepdim=True),
+}
+WEIGHTS: dict[str, Callable[[Value, Value], Value]] = {
+    "1": lambda m, w: torch.ones_like(m),
+    "m": lambda m, w: m,
+    "w": lambda m, w: w[:, None].expand_as(m),
+    "m * w": lambda m, w: m * w[:, None],
+    "w / w.mean()": lambda m, w: (w / w.mean())[:, None].expand_as(m),
+    "m / m.sum(1)": lambda m, w: m / m.sum(1, keepdim=True).clamp(min=1),
+}
+DIVISORS: dict[str, Callable[[Value, Value, float], Value | float]] = {
+    "s.sum()": lambda s, m, c: s.sum(),
+    "m.sum()": lambda s, m, c: m.sum(),
+    "m.sum() + c": lambda s, m, c: m.sum() + c,
+    "s.sum().clamp(c)": lambda s, m, c: s.sum().clamp(min=c),
+    "s.mean()": lambda s, m, c: s.mean(),
+    "s.numel()": lambda s, m, c: s.numel(),
+    "s.mean() + c": lambda s, m, c: s.mean() + c,
+    "max(m.sum(), c)": lambda s, m, c: torch.maximum(m.sum(), torch.tensor(c)),
+    "m.count_nonzero()": lambda s, m, c: m.count_nonzero(),
+    "len(m)": lambda s, m, c: len(m),
+    "c": lambda s, m, c: c,
+    "m.sum() ** 0.5": lambda s, m, c: m.sum() ** 0.5,
+    "s.sum() / len(m) + c": lambda s, m, c: s.sum() / len(m) + c,
+    "m.sum(1).mean()": lambda s, m, c: m.sum(1).mean(),
+}
+REDUCED = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
+
+
+def early(draw: random.Random, names: Iterable[str]) -> str:
+    """One of the first names more often than one of the last."""
+    known = [*names]
+    return known[int(len(known) * draw.random() ** 2)]
+
+
+class Written(nn.Module):
+    """Two layers, and a loss of one or two terms that are drawn; ``text``: of it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        kinds = (self._error, self._error, self._reduced, self._labels)
+        terms = [draw.choice(kinds)(draw) for _ in range(draw.randint(1, 2))]
+        self.terms, self.last = [term for _, term in terms], draw.choice(("",) * 8 + ("sqrt", "log"))
+        self.text = f"{self.last}({' + '.join(text for text, _ in terms)})"
+
+    def _error(self, draw: random.Random) -> tuple[str, Any]:
+        """A sum of weighted errors of tokens, divided."""
+        o, t, s, d = (early(draw, each) for each in (OUTPUTS, TARGETS, WEIGHTS, DIVISORS))
+        kind, c, is_mean = draw.choice(REDUCED), draw.choice((1e-8, 1e-3, 1.0, 5.0)), draw.random() < 0.3
+
+        def term(out: Value, target: Value, labels: Value, m: Value, w: Value) -> Value:
+            errors = kind(OUTPUTS[o](out, w), TARGETS[t](target, w), reduction="none").mean(-1)
+            weights = WEIGHTS[s](m, w)
+            total = (errors * weights).mean() if is_mean else (errors * weights).sum()
+            return total / DIVISORS[d](weights, m, c)
+
+        return f"{kind.__name__}({o}, {t}) * {s} {'mean' if is_mean else 'sum'} / {d} c={c}", term
+
+    def _reduced(self, draw: random.Random) -> tuple[str, Any]:
+        o, t, kind = early(draw, OUTPUTS), early(draw, TARGETS), draw.choice(REDUCED)
+        weighted = kind in REDUCED[:2] and draw.random() < 0.3
+
+        def term(out: Value, target: Value, labels: Value, m: Value, w: Value) -> Value:
+            more = {"weight": w[:, None, None].expand_as(out)} if weighted else {}
+            return kind(OUTPUTS[o](out, w), TARGETS[t](target, w), **more)
+
+        return f"{kind.__name__}({o}, {t}{', weight=w' if weighted else ''})", term
+
+    def _labels(self, draw: random.Random) -> tuple[str, Any]:
+        o, reduction = early(draw, OUTPUTS), draw.choice(("mean", "mean", "sum", "none"))
+        d, c = early(draw, DIVISORS), draw.choice((1e-8, 1.0, 5.0))
+        more = draw.choice(({}, {"weight": fixed(WIDTH).abs()}, {"label_smoothing": 0.1}))
+
+        def term(out: Value, target: Value, labels: Value, m: Value, w: Value) -> Value:
+            logits = OUTPUTS[o](out, w).transpose(1, 2)
+            loss = F.cross_entropy(logits, labels, reduction=reduction, **more)
+            if reduction == "none":
+                loss = (loss.sum(1) / m.sum(1).clamp(min=1)).mean()
+            return loss / DIVISORS[d](m, m, c) if reduction == "sum" else loss
+
+        return f"cross_entropy({o}, {reduction}, {[*more]}) / {d} c={c}", term
+
+    def forward(self, x: Value, t: Value, labels: Value, w: Value) -> Value:
+        out, m = self.head(self.layer(x).tanh()), (labels != -100).to(x.dtype)
+        loss = sum(term(out, t, labels, m, w) for term in self.terms)
+        return loss.sqrt() if self.last == "sqrt" else loss.abs().log() if self.last == "log" else loss
+
+
+def written_batch(rows: int) -> tuple[Value, ...]:
+    labels = torch.randint(WIDTH, (rows, LENGTH)).masked_fill(torch.rand(rows, LENGTH) < 0.4, -100)
+    return torch.randn(rows, LENGTH, WIDTH), torch.rand(rows, LENGTH, WIDTH), labels, torch.rand(rows)
+
+
+def of_written(first: int, number: int, rows: int) -> Iterator[tuple[str, float, str]]:
+    for seed in range(first, first + number):
+        torch.manual_seed(seed)
+        model, batch = Written(seed), written_batch(rows * MICROBATCHES)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            pipe = fxpipe.compile(
+                model,
+                tuple(leaf[:rows] for leaf in batch),
+                ranks=1,
+                microbatches=MICROBATCHES,
+                schedule="1f1b",
+                check=False,
+            )
+        step, loss = pipe.run_local(batch), model(*batch)
+        if not loss.isfinite():
+            continue
+        loss.backward()
+        assert step.loss is not None
+        largest = max(float(p.grad.abs().max()) for p in model.parameters())
+        errors = [float((step.loss - loss.detach()).abs() / loss.detach().abs().clamp_min(1e-6))]
+        for name, p in model.named_parameters():
+            errors.append(float((step.grads[name] - p.grad).abs().max()) / max(largest, 1e-6))
+        texts = [str(x.message) for x in given if 'mean="microbatch"' in str(x.message)]
+        yield f"{seed} {model.text}", max(errors) / DRAWN_BOUND, texts[0][:80] if texts else ""
+
+
 def mean_square(output: Any, batch: Any = None) -> Value:
     leaves = [
         x for x in pytree.tree_leaves(_plain(output)) if isinstance(x, torch.Tensor) and x.requires_grad
@@ -241,7 +379,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("drawn", "models"), default="drawn")
+    parser.add_argument("--part", choices=("drawn", "written", "models"), default="drawn")
     parser.add_argument("--number", type=int, default=300, help="of drawn losses")
     parser.add_argument("--first", type=int, default=0, help="seed, or model")
     parser.add_argument("--every", type=int, default=5, help="of the models")
@@ -251,11 +389,9 @@ def main() -> None:
     report = Report("Losses that join the rows of a microbatch, told and measured")
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    cases = (
-        of_drawn(options.first, options.number, options.rows)
-        if options.part == "drawn"
-        else of_models(options.first, options.every, options.rows)
-    )
+    number = options.every if options.part == "models" else options.number
+    part = {"drawn": of_drawn, "written": of_written, "models": of_models}[options.part]
+    cases = part(options.first, number, options.rows)
     counts, odd = Counter[str](), list[tuple[str, str, str, str]]()
     for name, off, text in cases:
         kind = ("told" if text else "missed") if off > 1 else "alarm" if text else "quiet"

@@ -139,6 +139,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any((*of_optimizer, *(hooks.keys() - _own_step_hooks for hooks in of_all)))
 
 
+def hooks_of_saved_tensors() -> bool:
+    """Whether this thread has hooks for what a backward saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def hooks_registered() -> int:
     """The number of hooks that this process has registered so far, of modules, tensors and optimizers."""
     number: int = RemovableHandle.next_id

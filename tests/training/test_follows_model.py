@@ -697,6 +697,33 @@ def test_autocast_around_a_step_is_told():
             pipe.step((batch,))
 
 
+def test_hooks_for_saved_tensors_around_a_step_are_told():
+    batch = torch.randn(6, WIDTH)
+    pipe = compiled(Chain(), batch, ranks=1)
+    with (
+        torch.autograd.graph.save_on_cpu(),
+        pytest.warns(
+            UserWarning, match="hooks for saved tensors, as those of save_on_cpu, keeps activations"
+        ),
+    ):
+        pipe.step((batch,))
+
+
+def test_a_step_whose_gradients_wait_for_others_is_told(monkeypatch):
+    """``accumulate`` of accelerate, whose backward would divide the loss."""
+    accelerate = pytest.importorskip("accelerate")
+    monkeypatch.setattr(accelerate.state.GradientState, "_shared_state", {})
+    state = accelerate.state.GradientState()
+    batch = torch.randn(6, WIDTH)
+    pipe = compiled(Chain(), batch, ranks=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.step((batch,))
+    state._set_sync_gradients(False)
+    with pytest.warns(UserWarning, match=r"within Accelerator.accumulate adds .* undivided"):
+        pipe.step((batch,))
+
+
 class Writes(Chain):
     def forward(self, x):
         x *= 2

@@ -118,6 +118,8 @@ def _counterparts(nodes: list[fx.Node], others: list[fx.Node]) -> Sequence[fx.No
 
 def _power(here: float, there: float | None) -> float:
     """The power p where a number is 2ᵖ times as large with twice the rows; NaN where it is none."""
+    if here == there:
+        return 0.0
     if there is None or not math.isfinite(ratio := here and there / here) or ratio <= 0:
         return math.nan
     power = math.log2(ratio)

@@ -7,6 +7,7 @@ method that is replaced later would not be called, and a rate of dropout would s
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Container, Mapping
 
@@ -21,6 +22,7 @@ from fxpipe.runtime.torch_private import (
     gradient_hooks,
     hooks_of,
     hooks_of_all_modules,
+    hooks_of_saved_tensors,
     hooks_registered,
     pytree,
 )
@@ -108,7 +110,8 @@ class Traced:
     def warn_before_step(self, model: nn.Module | None, batch: object, written: Collection[str]) -> None:
         """Warn, once, of a step that trains where a script asks for no gradients, or has set the model to
         eval mode since it was compiled: its gradients would come to those of the next update.  Also of
-        autocast, of a batch that is to get gradients, and of one that the forward would have changed.
+        autocast, of hooks for what a backward saves, of a batch that is to get gradients, and of one that the
+        forward would have changed.
 
         written: the leaves that the forward writes to.
         """
@@ -132,6 +135,17 @@ class Traced:
             self._warn_once(
                 f"pipe.step under torch.autocast runs as it was compiled, without casts to {dtype}: call "
                 "fxpipe.compile under autocast, too, or enter it in the forward and leave it out here."
+            )
+        if hooks_of_saved_tensors():
+            self._warn_once(
+                "pipe.step under hooks for saved tensors, as those of save_on_cpu, keeps activations as it "
+                "was compiled to: offload= and recompute= of fxpipe.compile say where and which."
+            )
+        if _accumulates():
+            self._warn_once(
+                "pipe.step within Accelerator.accumulate adds its gradients to those of the steps before, "
+                "undivided: the backward that divides them by gradient_accumulation_steps does not run. Give "
+                "one step all of these rows, with more microbatches= in fxpipe.compile."
             )
         for name, leaf in batch_leaves(batch) if written else ():
             if name in written and isinstance(leaf, torch.Tensor) and not leaf.is_inference():
@@ -175,6 +189,12 @@ def _autocast() -> set[tuple[str, torch.dtype]]:
     """The types of devices on which torch casts, with the dtypes."""
     on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     return {(kind, torch.get_autocast_dtype(kind)) for kind in on}
+
+
+def _accumulates() -> bool:
+    """Whether accelerate is to add the gradients of this step to others, before an update."""
+    accelerate = sys.modules.get("accelerate.state")
+    return accelerate is not None and not accelerate.GradientState().sync_gradients
 
 
 def _parameter(model: nn.Module, name: str) -> object:
