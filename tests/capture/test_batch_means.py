@@ -703,6 +703,19 @@ def test_means_of_microbatches_are_an_option():
 def test_means_are_over_all_replicas(shard):
     torch.manual_seed(0)
     compared(Model(with_others).double(), batch_of(12), replicas=2, shard=shard)
+    compared(Model(few).double(), batch_of(12), replicas=2, shard=shard)
+
+
+@pytest.mark.parametrize("loss", [few, few_of_a_mean, plus_one], ids=lambda f: f.__name__)
+def test_evaluation_of_a_short_batch_by_what_it_has(loss):
+    """The numbers beside its counts stay, where it has fewer microbatches."""
+    torch.manual_seed(0)
+    model, batch = Model(loss).double(), batch_of(6)
+    example = tuple(t[:ROWS] for t in batch)
+    pipe = fxpipe.compile(model, example, ranks=1, microbatches=3, schedule="1f1b", evaluation=True)
+    for rows in (6, 5, 4, 2):
+        short = tuple(t[:rows] for t in batch)
+        torch.testing.assert_close(pipe.evaluate(short), model(*short).detach())
 
 
 @pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])

@@ -484,6 +484,11 @@ def by_a_sum_and_the_rows(net, x, z, y, w, mask):
 
 
 @loss
+def a_mean_by_a_guarded_sum(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * w).mean() / (w.sum() + 1)
+
+
+@loss
 def by_a_mean_or_a_sum(net, x, z, y, w, mask):
     return (each_loss(net, z, y) * w).mean() / torch.maximum(w.mean(), w.sum())
 

@@ -34,6 +34,7 @@ from fxpipe.capture.rules.loss_tail import SUM, Division, Tail, is_loss
 from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.graph import batch_mean
 from fxpipe.ir.nodes import copy_node
+from fxpipe.ir.size import Share
 from fxpipe.ir.storage import drop_dead, graph_outputs, leading_to, set_outputs
 from fxpipe.plan.tensors import accum_dtype
 
@@ -54,16 +55,16 @@ class BatchMeans:
 NO_MEANS = BatchMeans()
 
 
-def divide_by_batch_means(tail: Tail, share: float) -> BatchMeans:
+def divide_by_batch_means(tail: Tail, share: float, replicas: int) -> BatchMeans:
     """Rewrite a captured step, forward and backward.
 
-    tail: the end of its forward.  share: of a microbatch in the batch, 1 / microbatches.
+    tail: the end of its forward.  share: of a microbatch in the batch of a replica, 1 / microbatches.
     """
     if tail.divisions:
         divisions = [_as_division(tail, each) for each in tail.divisions]
         _keep_for_others(tail, {each.node for each in divisions})
         for each in divisions:
-            _divide_by_mean(tail, each, share)
+            _divide_by_mean(tail, each, share, replicas)
         drop_dead(tail.graph)
     exact = dict.fromkeys(each.text for each in tail.divisions)
     return BatchMeans(tuple(exact), tuple(dict.fromkeys(tail.apart.values())), tail.has_total)
@@ -123,7 +124,7 @@ def _keep_for_others(tail: Tail, divisions: Set[fx.Node]) -> None:
     )
 
 
-def _divide_by_mean(tail: Tail, division: Division, share: float) -> None:
+def _divide_by_mean(tail: Tail, division: Division, share: float, replicas: int) -> None:
     node, call = division.node, partial(called, tail.calls, division.node)
     *before, divisor = node.args
     assert isinstance(divisor, fx.Node)
@@ -135,13 +136,19 @@ def _divide_by_mean(tail: Tail, division: Division, share: float) -> None:
     def mean_of(count: fx.Node) -> fx.Node:
         return call(batch_mean, cast(count, accum_dtype(dtype)))
 
+    def scaled(op: Any, value: fx.Node) -> fx.Node:
+        """Multiplied, or divided, by the share of a microbatch in the batch of all replicas."""
+        # Also of an evaluation, in which a short batch has fewer.
+        value = call(op, value, Share(share))
+        return value if replicas == 1 else call(op, value, 1 / replicas)
+
     def of_batch(part: fx.Node) -> fx.Node:
         """What the whole batch has of a part of the divisor."""
         if tail.is_fixed(part):
             return part
         if part in division.counts and part not in values:
             mean = mean_of(part)
-            values[part] = call(aten.div.Tensor, mean, share) if division.power else mean
+            values[part] = scaled(aten.div.Tensor, mean) if division.power else mean
         elif part not in values:
             operands: Any = fx.map_arg((part.args, dict(part.kwargs)), of_batch)
             args, kwargs = operands
@@ -151,9 +158,10 @@ def _divide_by_mean(tail: Tail, division: Division, share: float) -> None:
 
     with tail.graph.inserting_before(node):
         mean = of_batch(divisor) if division.counts else mean_of(divisor)
-        if not division.counts:
+        if division.power:
+            mean = scaled(aten.mul.Tensor, mean)
+        elif not division.counts:  # a number of the batch, which is one of this replica
             tail.has_total = True
-        if division.power or not division.counts:
             mean = call(aten.mul.Tensor, mean, share)
         mean = cast(mean, dtype)
     node.args = (*before, mean)

@@ -73,7 +73,7 @@ def joins_of(tail: Tail, analysis: RowAnalysis, numbers: Callable[[], RowNumbers
         powers = RowPowers(graph, [loss], analysis, exact, known)
         for node in powers.odd:
             cause = powers.cause(node)
-            if powers.is_sum(cause):
+            if powers.is_sum(cause) or cause in exact:
                 sums += [cause] if node in behind else []
             elif is_gradient_of_mean(cause):
                 told.setdefault(node, OF_MEAN)

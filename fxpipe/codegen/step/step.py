@@ -146,7 +146,10 @@ def _head(plan: StepPlan) -> list[str]:
     if "batch" in used:
         lines.append("    batches = rt.microbatches(batch)")
     lines += _lengths(plan, used)
-    lines += (f"    {text}" for text in [*_means(plan), *([] if validates else _once(plan))])
+    lines += (f"    {text}" for text in _means(plan))
+    if Share.used <= used:  # behind the means, with which an evaluation counts its rows
+        lines.append("    microbatches = rt.microbatch_count")
+    lines += (f"    {text}" for text in ([] if validates else _once(plan)))
     return lines
 
 
@@ -155,8 +158,6 @@ def _lengths(plan: StepPlan, used: AbstractSet[str]) -> Iterator[str]:
     for variable, name in plan.lengths.items():
         if variable in used:
             yield f"    {variable} = rt.lengths({text_literal(name)})  # by microbatch"
-    if Share.used <= used:
-        yield "    microbatches = rt.microbatch_count"
     if plan.lengths and plan.layouts():
         yield "    layouts = rt.layouts(messages)  # by microbatch"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
-from fxpipe.capture.scale import LATER, choose_microbatches
+from fxpipe.capture.scale import LATER, choose_numbers
 from fxpipe.compiler.check_options import check
 from fxpipe.compiler.choice.candidates import candidates
 from fxpipe.compiler.choice.choose import choose_below, with_uses
@@ -96,7 +96,7 @@ def choose_mesh(request: Compilation, wanted: Sequence[TriedMesh], phase: Phases
     tried = compare_meshes(request, step, wanted, phase)
     phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
-    choose_microbatches(step.graphs.graphs, mesh.microbatches)
+    choose_numbers(step.graphs.graphs, mesh.microbatches, mesh.replicas)
     # Its cuts were made before the number of microbatches was known.
     return MeshChoice(mesh, replace(step, cuts=Cuts()), tried)
 

@@ -48,6 +48,7 @@ class Runtime(BucketVerbs):
     losses: Losses = field(default_factory=Losses)
     sizes: Sequence[Lengths] = ()
     kept_total: list[torch.Tensor] | None = None
+    _weight: float = 0.0  # of an evaluation, once a mean of it is known
     _sharing: Numbers | None = None
     _shared: list[float] | None = None
     _ahead: dict[int, Pending] | None = None
@@ -63,7 +64,7 @@ class Runtime(BucketVerbs):
         self.comm.start()
         self.current_op, self.waiting = "", None
         self.losses.forget()
-        self._sharing = self._shared = None
+        self._sharing, self._shared, self._weight = None, None, 0.0
         self._sums, self._gathers, self._ahead = [], {}, None
 
     def op(self, name: str) -> None:
@@ -116,9 +117,12 @@ class Runtime(BucketVerbs):
         return len(self.losses.values) == self.spec.microbatches
 
     @property
-    def microbatch_count(self) -> int:
-        """The number of microbatches of this step."""
-        return self.spec.microbatches
+    def microbatch_count(self) -> float:
+        """The number of microbatches of this step; of an evaluation of fewer rows, or of more steps, what
+        all of them count for, as a mean over replicas where there are several."""
+        if not self.weighted:
+            return self.spec.microbatches
+        return self._weight or sum(weight for _, part in self.weighted for weight in part)
 
     def microbatches(self, batch: object) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
@@ -192,6 +196,7 @@ class Runtime(BucketVerbs):
                 self.waiting = REPLICAS
                 self.mean_over_replicas(total)
                 self.waiting = None
+            self._weight = float(total[-1]) if self.weighted else 0.0
             means[name] = (total[:-1] / total[-1]).view(first.shape).to(first.dtype)
         return means
 
