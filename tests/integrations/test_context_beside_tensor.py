@@ -73,7 +73,7 @@ def test_each_attention_equals_eager(sizes, model, plan, options):
 def pipe():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    made = compiled((2, 2), Decoder())
+    made = compiled((2, 2), Decoder(blocks=2))
     torch.set_default_dtype(before)
     return made
 
@@ -110,7 +110,7 @@ def test_the_vocabulary_is_split_over_the_ranks():
 def test_models_of_transformers():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": WORDS}
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": WORDS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 4}
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0)).double()
     model.set_experts_implementation("batched_mm")
