@@ -71,25 +71,28 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, mixture: bool) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention = Attention()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.inner, self.outer = nn.Dropout(dropout), nn.Dropout(dropout)
-        self.mixture = Mixture()
+        self.mixture = Mixture() if mixture else None
 
     def forward(self, x):
         x = x + self.attention(self.first(x))
-        x = x + self.mixture(x)
+        if self.mixture is not None:
+            x = x + self.mixture(x)
         return x + self.outer(self.down(self.inner(F.gelu(self.up(self.second(x))))))
 
 
 class Words(nn.Module):
-    def __init__(self, dropout: float = 0.0, layers: int = 1) -> None:
+    """``mixture``: whether each layer has experts, whose ops are half of those of a trace."""
+
+    def __init__(self, dropout: float = 0.0, layers: int = 1, mixture: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(dropout) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(dropout, mixture) for _ in range(layers)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 

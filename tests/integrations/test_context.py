@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from equality import eager_step
+from marks import with_variations
 from tensor_parallel import Experts
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -81,11 +82,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, attention: str = "causal", mixture: bool = False, weighted: bool = False) -> None:
+    def __init__(
+        self, attention: str = "causal", mixture: bool = False, weighted: bool = False, blocks: int = 1
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(attention, mixture) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(attention, mixture) for _ in range(blocks))
         self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.weights = nn.Buffer(torch.rand(WORDS)) if weighted else None
@@ -126,21 +129,34 @@ def compiled(lanes: int, model: nn.Module, experts: str = "", more=(), **options
 @pytest.mark.parametrize(
     ("lanes", "model", "options"),
     [
-        (2, {"attention": "causal", "weighted": True}, {}),
-        (8, {"attention": "causal"}, {}),  # which cannot share the heads
+        pytest.param(
+            8, {"attention": "causal"}, {}, marks=pytest.mark.variation
+        ),  # which cannot share the heads
         (4, {"attention": "window"}, {"recompute": "full", "parts": "exchanges", "schedule": "zb"}),
         (2, {"attention": "biased"}, {}),
         pytest.param(8, {"attention": "biased"}, {}, marks=pytest.mark.variation),
         pytest.param(8, {"attention": "window"}, {"schedule": "zb-v"}, marks=pytest.mark.variation),
         pytest.param(2, {"attention": "by hand"}, {}, marks=pytest.mark.variation),
         pytest.param(2, {"attention": "across"}, {}, marks=pytest.mark.variation),
-        (2, {"attention": "of all"}, {}),
+        (2, {"attention": "of all"}, {"vocab_parallel": True}),
     ],
     ids=str,
 )
 def test_each_attention_equals_eager(lanes, model, options):
     pipe, expected = compiled(lanes, Decoder(**model), **options), Decoder(**model)
     check_against_eager(pipe, expected)
+
+
+def test_layers_and_a_weighted_loss_equal_eager():
+    """Each layer exchanges heads twice."""
+    model = {"weighted": True, "blocks": 2}
+    pipe = compiled(2, Decoder(**model))
+    check_against_eager(pipe, Decoder(**model))
+    programs = "\n".join(pipe.artifact.programs)
+    # Forward and backward of each: one exchange of q, k, v and one of the result.
+    assert programs.count("all_to_all(") == 8
+    assert "all_gather(" not in programs
+    assert pipe.check().problems == ()
 
 
 class Heads(nn.Module):
@@ -167,6 +183,7 @@ class Heads(nn.Module):
         pytest.param(3, 3, 4, 1, marks=pytest.mark.variation),
         pytest.param(5, 1, 4, 2, marks=pytest.mark.variation),
         pytest.param(12, 4, 8, 2, marks=pytest.mark.variation),
+        (4, 2, 8, 1),  # of 8 heads, one on each lane
         (1, 1, 4, 1),  # of each lane for its own tokens: a gather computes less
     ],
 )
@@ -216,25 +233,9 @@ def check_against_eager(pipe: fxpipe.Pipeline, expected: nn.Module) -> None:
     assert too_far(found.grads, grads, LIMIT) == {}
 
 
-def test_a_layer_exchanges_heads_twice():
-    pipe = compiled(2, Decoder())
-    programs = "\n".join(pipe.artifact.programs)
-    # Two blocks, forward and backward: one exchange of q, k, v and one of the result each.
-    assert programs.count("all_to_all(") == 8
-    assert "all_gather(" not in programs
-    assert pipe.check().problems == ()
-
-
-def test_labels_may_be_divided():
-    check_against_eager(compiled(2, Decoder(), more=["labels"]), Decoder())
-
-
-def test_the_vocabulary_is_split_over_the_ranks():
-    check_against_eager(compiled(2, Decoder(), vocab_parallel=True), Decoder())
-
-
-def test_outputs_are_whole():
-    pipe, expected = compiled(2, Decoder(), outputs=["logits"]), Decoder()
+def test_labels_may_be_divided_and_outputs_are_whole():
+    pipe, expected = compiled(2, Decoder(), more=["labels"], outputs=["logits"]), Decoder()
+    check_against_eager(pipe, expected)
     found = pipe.run_local(batch(3), outputs=["logits"]).outputs["logits"]
     assert relative_error(found, expected(**batch(3))["logits"]) <= LIMIT
 
@@ -242,7 +243,7 @@ def test_outputs_are_whole():
 def test_models_of_transformers():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": WORDS}
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": WORDS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 4}
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0)).double()
     model.set_experts_implementation("batched_mm")
@@ -354,7 +355,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", with_variations(RIGHT, ["squares"]))
 def test_values_along_the_sequence_equal_eager(name):
     model, rows = Computed(RIGHT[name]), {"x": torch.randn(4, 8, WIDTH)}
     whole = copy.deepcopy(model.state_dict())

@@ -147,7 +147,7 @@ def test_replays_of_lanes_draw_the_numbers_of_their_shares(sizes):
     """Of two dimensions, along each of them other lanes draw the same."""
     with fxpipe.local_lanes(sizes, names=("a", "b")[: len(sizes)]) as mesh:
         torch.manual_seed(0)
-        model = tensor_parallel.Words(dropout=0.25, layers=len(sizes))
+        model = tensor_parallel.Words(dropout=0.25, layers=len(sizes), mixture=False)
         state = {name: x.clone() for name, x in model.state_dict().items()}
         for block, name in zip(model.blocks, mesh.mesh_dim_names, strict=True):
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -253,7 +253,7 @@ def on_lanes(replay: bool, plan: str) -> fxpipe.Pipeline:
     """Each lane draws other numbers for what it has a share of."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))["tp"]
     torch.manual_seed(0)
-    model = tensor_parallel.Words(dropout=0.25)
+    model = tensor_parallel.Words(dropout=0.25, mixture=plan != "columns and rows")
     example = {name: x[:ROWS] for name, x in batch_of_lanes(0).items()}
     with tensor_parallel.parallelized(model, mesh, plan):
         return fxpipe.compile(model, example, ranks=1, microbatches=MICROBATCHES, replay=replay)
@@ -277,11 +277,13 @@ PROCESSES: dict[str, Callable[[bool], fxpipe.Pipeline]] = {
         f"replicas, {level}": partial(on_replicas, level=level)
         for level in ("optimizer", "gradients", "parameters")
     },
-    **{f"lanes, {plan}": partial(on_lanes, plan=plan) for plan in ("sequence", "context")},
+    **{
+        f"lanes, {plan}": partial(on_lanes, plan=plan) for plan in ("columns and rows", "sequence", "context")
+    },
 }
 
 
-FEW = ["replicas", "replicas, parameters", "lanes, sequence"]
+FEW = ["replicas", "replicas, parameters", "lanes, columns and rows"]
 
 
 def rank_of_two(names: Sequence[str], broken: int, zeroes: bool) -> None:

@@ -523,8 +523,9 @@ def test_gradients_are_clipped_before_the_update():
     parameter.grad *= 10  # which is clipped no more
     optimizer.step()
     torch.testing.assert_close(parameter.detach(), torch.tensor([-6.0, 0.0]))
-    with pytest.raises(OptionError, match=r"clip_grad_norm is 0 and must be a number above 0\."):
-        optimizer.clip_grad_norm_(0)
+    for wrong in (0, None):
+        with pytest.raises(OptionError, match=rf"clip_grad_norm is {wrong} and must be a number above 0\."):
+            optimizer.clip_grad_norm_(wrong)
 
 
 # -- several classes, and modes ----------------------------------------------------------------------------

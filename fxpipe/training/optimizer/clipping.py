@@ -16,6 +16,12 @@ from fxpipe.errors import OptionError
 MOST_SKIPPED = 100
 
 
+def check_norm(name: str, norm: object) -> None:
+    """Raise OptionError for a norm, by the name of its option, that is no number above 0."""
+    if not isinstance(norm, int | float) or norm is True or not norm > 0:
+        raise OptionError(f"{name} is {norm!r} and must be a number above 0.")
+
+
 @dataclass(frozen=True)
 class Clipping:
     """What is done with gradients by their norm.  ``largest``: the norm to which gradients are clipped, if
@@ -28,12 +34,9 @@ class Clipping:
     skip_nonfinite: bool | int = False
 
     def __post_init__(self) -> None:
-        """Raises OptionError for a norm that is no number above 0."""
-        for name, norm in (("clip_grad_norm", self.largest), ("norm_type", self.norm_type)):
-            absent = norm is None and name == "clip_grad_norm"
-            is_number = isinstance(norm, int | float) and norm is not True and norm > 0
-            if not absent and not is_number:
-                raise OptionError(f"{name} is {norm!r} and must be a number above 0.")
+        if self.largest is not None:
+            check_norm("clip_grad_norm", self.largest)
+        check_norm("norm_type", self.norm_type)
         if not (isinstance(self.skip_nonfinite, int) and self.skip_nonfinite >= 0):
             raise OptionError(
                 f"skip_nonfinite is {self.skip_nonfinite!r} and must be True, False, or the number of steps "

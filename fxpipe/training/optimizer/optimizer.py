@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from fxpipe.training.model.accumulators import is_zeroed, mark_zeroed
 from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.rollback import Rollback
 from fxpipe.training.model.speculative_update import SpeculativeUpdate, set_grad, set_grads
-from fxpipe.training.optimizer.clipping import Clipping
+from fxpipe.training.optimizer.clipping import Clipping, check_norm
 from fxpipe.training.optimizer.optimizer_state import MASTER, check_parameters, named_state, without_masters
 from fxpipe.training.optimizer.script_changes import ScriptChanges
 from fxpipe.training.optimizer.several_optimizers import SeveralOptimizers
@@ -339,7 +339,7 @@ class PipelineOptimizer(Optimizer):
         For a script that uses the clipped gradients; ``pipe.optimizer(…, clip_grad_norm=…)`` clips in
         ``step``.  Waits for all ranks.  Raises OptionError for a norm that is no number above 0.
         """
-        replace(self._clipping, largest=largest)
+        check_norm("clip_grad_norm", largest)
         self.settle()
         norm = self.grad_norm()
         clip_grads_with_norm_(self._parameters(), largest, norm)
