@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=40, help="models that are tried")
     parser.add_argument("--lists", type=int, default=30, help="lists of lengths for each model")
     parser.add_argument("--seed", type=int, default=0, help="of families, settings and lists")
-    parser.add_argument("--seconds", type=int, default=180, help="the most for a model")
+    parser.add_argument("--seconds", type=int, default=180, help="of the CPU, the most for a model")
     parser.add_argument("--vocabulary", action="store_true", help="split the vocabularies over the ranks")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -89,8 +89,8 @@ def row(
 ) -> tuple[str, ...]:
     begin = time.process_time()
     shown = ", ".join(f"{value}" if key == "schedule" else f"{key} {value}" for key, value in setting.items())
-    signal.signal(signal.SIGALRM, out_of_time)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again, as the first may fall into a callback
+    signal.signal(signal.SIGPROF, out_of_time)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)  # again, as the first may fall into a callback
     torch.manual_seed(0)
     try:
         model = without_dropout(build(kind, name, "CAUSAL_LM").model).to(torch.float64).train()
@@ -113,13 +113,13 @@ def row(
         )
         return kind, shown, f"not compiled: {text[:60]}", "", "", "", ""
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     if not pipe.lengths:
         return kind, shown, f"the example's alone: {pipe.artifact.plan.step.one_length[:60]}", "", "", "", ""
     rows, known = pipe.lengths
     able = range(known.least, known.example + 1, known.step)
     worst, done, refused, held = 0.0, 0, 0, list[float]()
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)
     try:
         for _ in range(lists):
             number = draw.randint(1, 6) * pipe.plan.replicas
@@ -140,7 +140,7 @@ def row(
         text = f"{type(error).__name__}: {str(error).splitlines()[0].partition(' (/')[0]}"
         return kind, shown, f"list {done} raises {text[:60]}", "", "", "", ""
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     text = f"{able[0]} to {able[-1]}" + (f" by {known.step}" if known.step > 1 else "")
     text += f", {rows.least} row" + ("s" if rows.least > 1 else "")
     memory = f"{min(held):.3f} to {max(held):.3f}" if held else ""
