@@ -60,6 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)  # the models are tiny
     report = Report("Lists of microbatches of many lengths and rows, on decoders of transformers")
     families = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     draw = random.Random(options.seed)
