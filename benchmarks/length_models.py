@@ -8,12 +8,13 @@ compiled with its rows and its sequence named, on 2 or 4 ranks under a schedule 
 table has the largest error of loss, gradients and updated weights against eager, relative to the largest
 gradient, and, without replicas, the memory that ranks held at most, relative to the simulated one (the least
 and the most of all ranks and lists).  ``--vocabulary`` splits the output layer of every other model by one
-barrier, of the rest by two.
+barrier, of the rest by two.  Where it is interrupted, the table has the models until then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import random
 import signal
@@ -66,12 +67,14 @@ def main() -> None:
     draw = random.Random(options.seed)
     draw.shuffle(families)
     rows = []
-    for number, (kind, names) in enumerate(families[: options.number]):
-        name = names if isinstance(names, str) else names[0]
-        split = {"vocab_parallel": BARRIERS[number % 2]} if options.vocabulary else {}
-        setting = draw.choice(DRAWN) | split
-        rows.append(row(kind, name, setting, options.lists, draw, options.seconds))
-        print(*rows[-1], flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, (kind, names) in enumerate(families[: options.number]):
+            name = names if isinstance(names, str) else names[0]
+            split = {"vocab_parallel": BARRIERS[number % 2]} if options.vocabulary else {}
+            setting = draw.choice(DRAWN) | split
+            rows.append(row(kind, name, setting, options.lists, draw, options.seconds))
+            print(*rows[-1], flush=True)
+    report.line(f"{len(rows)} of {options.number} models were tried")
     heads = "family", "setting", "lengths, rows from", "lists", "largest error", "memory", "seconds"
     report.table([*heads], rows)
     report.save(options.output)
