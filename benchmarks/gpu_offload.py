@@ -196,11 +196,12 @@ def measure_memory(contender: Contender, model: nn.Module, batch: Any, device: t
     between: list[int] = []
     record = pipe.runtime.record
     record.at_op = lambda _: between.append(torch.cuda.memory_allocated(device))
+    record.at_free = lambda: between.append(torch.cuda.memory_allocated(device))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run_step(pipe, model, batch, device)
-    record.at_op = None
+    record.at_op = record.at_free = None
     contender.between = (max(between) - before) / MIB
     contender.peak = (torch.cuda.max_memory_allocated(device) - before) / MIB
 

@@ -8,12 +8,13 @@ compiled with its rows and its sequence named, on 2 or 4 ranks under a schedule 
 table has the largest error of loss, gradients and updated weights against eager, relative to the largest
 gradient, and, without replicas, the memory that ranks held at most, relative to the simulated one (the least
 and the most of all ranks and lists).  ``--vocabulary`` splits the output layer of every other model by one
-barrier, of the rest by two.
+barrier, of the rest by two.  Where it is interrupted, the table has the models until then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import random
 import signal
@@ -54,23 +55,26 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=40, help="models that are tried")
     parser.add_argument("--lists", type=int, default=30, help="lists of lengths for each model")
     parser.add_argument("--seed", type=int, default=0, help="of families, settings and lists")
-    parser.add_argument("--seconds", type=int, default=180, help="the most for a model")
+    parser.add_argument("--seconds", type=int, default=180, help="of the CPU, the most for a model")
     parser.add_argument("--vocabulary", action="store_true", help="split the vocabularies over the ranks")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)  # the models are tiny
     report = Report("Lists of microbatches of many lengths and rows, on decoders of transformers")
     families = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     draw = random.Random(options.seed)
     draw.shuffle(families)
     rows = []
-    for number, (kind, names) in enumerate(families[: options.number]):
-        name = names if isinstance(names, str) else names[0]
-        split = {"vocab_parallel": BARRIERS[number % 2]} if options.vocabulary else {}
-        setting = draw.choice(DRAWN) | split
-        rows.append(row(kind, name, setting, options.lists, draw, options.seconds))
-        print(*rows[-1], flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, (kind, names) in enumerate(families[: options.number]):
+            name = names if isinstance(names, str) else names[0]
+            split = {"vocab_parallel": BARRIERS[number % 2]} if options.vocabulary else {}
+            setting = draw.choice(DRAWN) | split
+            rows.append(row(kind, name, setting, options.lists, draw, options.seconds))
+            print(*rows[-1], flush=True)
+    report.line(f"{len(rows)} of {options.number} models were tried")
     heads = "family", "setting", "lengths, rows from", "lists", "largest error", "memory", "seconds"
     report.table([*heads], rows)
     report.save(options.output)
@@ -89,8 +93,8 @@ def row(
 ) -> tuple[str, ...]:
     begin = time.process_time()
     shown = ", ".join(f"{value}" if key == "schedule" else f"{key} {value}" for key, value in setting.items())
-    signal.signal(signal.SIGALRM, out_of_time)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again, as the first may fall into a callback
+    signal.signal(signal.SIGPROF, out_of_time)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)  # again, as the first may fall into a callback
     torch.manual_seed(0)
     try:
         model = without_dropout(build(kind, name, "CAUSAL_LM").model).to(torch.float64).train()
@@ -113,13 +117,13 @@ def row(
         )
         return kind, shown, f"not compiled: {text[:60]}", "", "", "", ""
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     if not pipe.lengths:
         return kind, shown, f"the example's alone: {pipe.artifact.plan.step.one_length[:60]}", "", "", "", ""
     rows, known = pipe.lengths
     able = range(known.least, known.example + 1, known.step)
     worst, done, refused, held = 0.0, 0, 0, list[float]()
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)
     try:
         for _ in range(lists):
             number = draw.randint(1, 6) * pipe.plan.replicas
@@ -140,7 +144,7 @@ def row(
         text = f"{type(error).__name__}: {str(error).splitlines()[0].partition(' (/')[0]}"
         return kind, shown, f"list {done} raises {text[:60]}", "", "", "", ""
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     text = f"{able[0]} to {able[-1]}" + (f" by {known.step}" if known.step > 1 else "")
     text += f", {rows.least} row" + ("s" if rows.least > 1 else "")
     memory = f"{min(held):.3f} to {max(held):.3f}" if held else ""

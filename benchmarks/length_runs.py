@@ -8,12 +8,14 @@ weights in float64 and with its sequence named: lists of 1 to 6 microbatches of 
 each replica its own, with SGD with momentum and a clipped norm behind each.  The table has the largest error
 of losses and of the weights behind the last step against eager, relative to the largest value; of a model
 with dropout there is none.  Half-way all write a checkpoint; a second pipeline resumes from it, prepares
-each list one step before, and must end with the same bits.
+each list one step before, and must end with the same bits.  Where it is interrupted, the table has the
+settings until then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -62,21 +64,29 @@ def main() -> None:
     random.Random(options.seed).shuffle(families)
     drawn = iter([each for each in families if not options.families or each[0] in options.families])
     rows = []
-    for number, (processes, setting) in enumerate(SETTINGS):
-        while (each := next(drawn, None)) is not None:
-            kind, names = each
-            name = names if isinstance(names, str) else names[0]
-            case = {"kind": kind, "name": name, "setting": setting, "lists": options.lists, "seed": number}
-            try:
-                result = run("length_runs_worker.py", processes, case, limit=240)
-            except Exception as error:  # noqa: BLE001 - a run that fails in any way is a row of the table
-                lines = [line for line in str(error).splitlines() if "Error: " in line]
-                result = [f"fails: {(lines or [type(error).__name__])[-1].strip()[:50]}", "", "", ""]
-            shown = ", ".join(f"{x}" if key == "schedule" else f"{key} {x}" for key, x in setting.items())
-            rows.append([kind, f"{processes}: {shown}", *result])
-            print(*rows[-1], flush=True)
-            if result[1]:
-                break
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, (processes, setting) in enumerate(SETTINGS):
+            while (each := next(drawn, None)) is not None:
+                kind, names = each
+                name = names if isinstance(names, str) else names[0]
+                case = {
+                    "kind": kind,
+                    "name": name,
+                    "setting": setting,
+                    "lists": options.lists,
+                    "seed": number,
+                }
+                try:
+                    result = run("length_runs_worker.py", processes, case, limit=480)
+                except Exception as error:  # noqa: BLE001 - a run that fails in any way is a row of the table
+                    lines = [line for line in str(error).splitlines() if "Error: " in line]
+                    result = [f"fails: {(lines or [type(error).__name__])[-1].strip()[:50]}", "", "", ""]
+                shown = ", ".join(f"{x}" if key == "schedule" else f"{key} {x}" for key, x in setting.items())
+                rows.append([kind, f"{processes}: {shown}", *result])
+                print(*rows[-1], flush=True)
+                if result[1]:
+                    break
+    report.line(f"{sum(bool(row[3]) for row in rows)} of {len(SETTINGS)} settings")
     report.table(["family", "processes: setting", "lengths", "lists", "largest error", "resumed"], rows)
     report.save(options.output)
 

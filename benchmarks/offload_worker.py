@@ -76,6 +76,7 @@ def main() -> None:
     own = start_counting_memory() - weights
     between: list[float] = []
     rt.record.at_op = lambda _: between.append(resident("VmRSS"))
+    rt.record.at_free = lambda: between.append(resident("VmRSS"))
     seconds, loss = worker.time_steps(step, reset, 0, worker.case["steps"])
     peak = resident()
     digest = hashlib.sha256()

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.reads.documents import mixes_documents
+from fxpipe.capture.reads.table_rows import boundaries_of
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler.buckets import with_buckets
 from fxpipe.compiler.choice.cut import Cut
@@ -86,6 +87,7 @@ def make_plan(
             has_loss=loss is not None,
             has_total=captured.means.has_total,
             mixes=POSITIONS in dict(batch_leaves(request.example)) and mixes_documents(captured.graph),
+            boundaries=boundaries_of([captured.graph], (), ((),)),
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
         costs=timeline.costs,

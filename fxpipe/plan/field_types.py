@@ -76,7 +76,7 @@ Terms = Annotated[
 def value_at(terms: Terms, lengths: Sequence[Any]) -> Any:
     """The polynomial's value for lengths that are fractions or symbols; exact."""
     # Of the type of the lengths, also where there is no term.
-    total = 0 * lengths[0]
+    total = 0 * lengths[0] if lengths else 0
     for numerator, denominator, *powers in terms:
         total += numerator * math.prod(map(pow, lengths, powers)) / denominator
     return total

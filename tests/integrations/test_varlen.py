@@ -262,6 +262,30 @@ def test_boundaries_that_are_none(ends, wrong):
     assert pipe.step_number == 1
 
 
+@pytest.mark.parametrize("dimensions", [None, {"sequence": 16}])
+def test_boundaries_of_a_whole_batch(dimensions, tmp_path):
+    """Each microbatch has its own, whether or not a dimension has a name."""
+    model, given = Packed(), {} if dimensions is None else {"dimensions": dimensions}
+    given |= {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "evaluation": True}
+    pipe = fxpipe.compile(model, microbatch(16), **given)
+    pipe.save(tmp_path / "saved")
+    both = [microbatch(16), microbatch(16)]
+    batch = {name: torch.cat([one[name] for one in both]) for name in both[0]}
+    loss = sum(model(**one) for one in both) / 2
+    for each in (pipe, fxpipe.load(tmp_path / "saved")):
+        for step in (each.step, lambda batch, each=each: each.run_local(batch).loss, each.evaluate):
+            torch.testing.assert_close(step(batch), loss)
+            ends = torch.tensor([[0, 3, 16, 16, 16], [0, 9, 7, 16, 16]], dtype=torch.int32)
+            with pytest.raises(fxpipe.BatchError, match=r"^The batch.* has 9 before 7 in 'ends': boundaries"):
+                step({**batch, "ends": ends})
+            with pytest.raises(fxpipe.BatchError, match="'ends' has shape"):
+                step({**batch, "ends": ends[0]})
+        assert each.step_number == 1
+    of_two = fxpipe.compile(model, microbatch(16), replicas=2, **given)
+    twice = {name: torch.cat([value, value]) for name, value in batch.items()}
+    torch.testing.assert_close(of_two.run_local(twice).loss, loss)
+
+
 class ToOthers(nn.Module):
     """Queries of one length and keys of another, each with boundaries of its own, in two rows of a leaf."""
 

@@ -189,6 +189,18 @@ def test_a_pipeline_that_offloads(tmp_path):
             assert all(map(le, peaks, [1.05 * x for x in each.plan.prediction.peak_memory]))
 
 
+def test_a_rank_holds_what_leaves_until_it_is_gone(monkeypatch):
+    """It is measured before the wait for its end, which is behind an op that may hold the most."""
+    monkeypatch.setattr("fxpipe.ir.liveness.SMALLEST", 1)
+    half = fxpipe.Offload(0.5, bandwidth=1e12)
+    pipe = words(schedule="interleaved", microbatches=4, offload=half)
+    for lengths in ((16,) * 4, (5, 16, 2, 9)):
+        simulated = pipe.simulate(lengths=lengths)
+        assert simulated.schedule.transfers
+        peaks = pipe.run_local([microbatch(n) for n in lengths], measure_memory=True).peak_saved
+        assert peaks == pytest.approx(simulated.peak_memory, rel=0.05)
+
+
 def test_another_order_offloads_too():
     """Where it is faster: within less memory one microbatch would run after the other."""
     pipe = words(schedule="zb-h1", microbatches=4, offload=True)

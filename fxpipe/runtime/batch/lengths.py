@@ -185,20 +185,24 @@ def check_values(spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, i
     table or no boundaries of documents: no step waits for the queue of an accelerator."""
     read: list[Table | Boundaries] = [*spec.tables, *spec.boundaries]
     for m, (part, _) in enumerate(parts_of(spec, batch) if read else ()):
-        leaves = given_leaves(spec.batch, part)
+        leaves, number = given_leaves(spec.batch, part), len(lengths) if part is batch else 1
         for each in read:
             value = leaves.get(each.leaf)
-            if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            if not isinstance(value, torch.Tensor) or value.is_nested or value.dim() != len(each.margins):
+                continue  # what the check of the batch tells
+            if value.device.type != "cpu":
                 continue
-            inside = value[
-                tuple(slice(a, n - b) for (a, b), n in zip(each.margins, value.shape, strict=True))
-            ]
-            wrong = (
-                _no_row(each, inside) if isinstance(each, Table) else _no_boundaries(each, inside, lengths[m])
-            )
-            if wrong:
-                where = "The batch" if part is batch else f"Microbatch {m}"
-                raise BatchError(f"{where}, of {_text(lengths[m])}, has {wrong}.")
+            for one in value.tensor_split(number) if value.dim() else [value]:
+                margins = zip(each.margins, one.shape, strict=True)
+                inside = one[tuple(slice(a, n - b) for (a, b), n in margins)]
+                if isinstance(each, Table):
+                    wrong = _no_row(each, inside)
+                else:
+                    wrong = _no_boundaries(each, inside, lengths[m])
+                if wrong:
+                    where = "The batch" if part is batch else f"Microbatch {m}"
+                    of = f", of {_text(lengths[m])}," if lengths[m] else ""
+                    raise BatchError(f"{where}{of} has {wrong}.")
 
 
 def _no_boundaries(boundaries: Boundaries, value: torch.Tensor, lengths: Mapping[str, int]) -> str:

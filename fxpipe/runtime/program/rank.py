@@ -261,6 +261,8 @@ class Runtime(BucketVerbs):
 
     def wait_offload(self, values: list[object]) -> None:
         """Wait until the values are offloaded, and free their memory."""
+        if self.record.at_free is not None:
+            self.record.at_free()
         with self._waits_for(_OFFLOADED):
             self._offloading.wait_offload(values)
 

@@ -62,14 +62,15 @@ class Record:
 
     A program waits for messages between its ops; that time does not count for any op.  While torch's profiler
     runs, or a mode sees the ops, each op is a range.  For measurements
-    ``at_op`` is called with the name of each op before it runs, ``at_arrival`` with each message, and
-    ``at_once`` with what is computed for the whole step.
+    ``at_op`` is called with the name of each op before it runs, ``at_arrival`` with each message,
+    ``at_once`` with what is computed for the whole step, and ``at_free`` before what was offloaded is freed.
     """
 
     clock: Clock = field(default_factory=Clock)
     at_op: Callable[[str], None] | None = None
     at_arrival: Callable[[torch.Tensor], None] | None = None
     at_once: Callable[[Iterable[torch.Tensor]], None] | None = None
+    at_free: Callable[[], None] | None = None
     _closed: list[tuple[str, object, object]] = field(default_factory=list)  # name, marks of begin and end
     _open: tuple[str, object] | None = None
     _over: bool = True  # the step

@@ -53,6 +53,9 @@ class SavedBytes(TorchDispatchMode):
 
     def between_ops(self, name: str) -> None:
         """Measure before op ``name`` starts."""
+        self.measure()
+        self._arrived.clear()
+
+    def measure(self) -> None:
         self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
         self.peak = max(self.peak, sum(n for key, (_, n) in self._live.items() if key not in self._arrived))
-        self._arrived.clear()

@@ -172,6 +172,8 @@ def agreed_batch(
     with ``is_checked``, for anything in which its leaves are unlike the example's.
     """
     if not spec.lengths:
+        if is_checked:
+            check_values(spec, batch, [{}] * spec.microbatches)
         # Not the plan's: programs run on any number of replicas.
         replicas = 1 if process is None else process.replicas
         number = spec.microbatches

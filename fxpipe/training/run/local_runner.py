@@ -425,6 +425,6 @@ def _outputs_of(runtimes: Sequence[Runtime]) -> tuple[dict[str, torch.Tensor], L
 
 def _metered(main: Callable[[], object], rt: Runtime, meter: SavedBytes) -> object:
     rt.record.at_op, rt.record.at_arrival = meter.between_ops, meter.arrived
-    rt.record.at_once = meter.ignore
+    rt.record.at_once, rt.record.at_free = meter.ignore, meter.measure
     with meter:
         return main()
