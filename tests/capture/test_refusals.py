@@ -196,6 +196,17 @@ def one_of_eager(x, layer):
     return x
 
 
+def test_a_generator_that_the_forward_makes():
+    """Another object each time that the forward runs, also where the one before is still alive."""
+    made = []
+
+    def noisy(x, _):
+        made.append(torch.Generator().manual_seed(0))
+        return x + torch.randn(x.shape, generator=made[-1])
+
+    refused(noisy, r"gives a Generator to an op, which a program cannot hold")
+
+
 @pytest.mark.usefixtures("double")
 def test_errors_that_eager_has_too():
     assert_equals_eager(lambda: Net(one_of_eager), batch, ranks=2, schedule="1f1b")
