@@ -125,3 +125,30 @@ def main(directory: Path) -> None:
         loaded = loaded.evaluate(batch)
         found = {"training": torch.stack(losses), "evaluation": torch.stack(evaluations), "loaded": loaded}
         save_file(found, directory / f"{name}.{rank}.safetensors")
+
+
+class Guarded(nn.Module):
+    """Divides by a sum of weights and a fixed number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, weights):
+        return (self.layer(x).tanh().square()[:, 0] * weights).sum() / (weights.sum() + 1)
+
+
+def rows_of(replica: int) -> dict[str, torch.Tensor]:
+    """As many as a step takes, and two fewer."""
+    numbers = torch.Generator().manual_seed(replica)
+    rows = 6 - 2 * replica
+    return {"x": torch.randn(rows, WIDTH, generator=numbers), "weights": torch.rand(rows, generator=numbers)}
+
+
+def of_replicas(directory: Path) -> None:
+    rank, model = int(os.environ["RANK"]), Guarded()
+    example = {name: value[:2] for name, value in rows_of(0).items()}
+    given = {"ranks": 1, "replicas": 2, "microbatches": 3, "schedule": "1f1b", "evaluation": True}
+    pipe = fxpipe.compile(model, example, **given)
+    save_file({"loss": pipe.evaluate(rows_of(rank))}, directory / f"{rank}.safetensors")

@@ -300,6 +300,17 @@ def test_evaluation_under_torchrun(tmp_path):
         assert values[-2:] == [1.25, 1.375]
 
 
+@pytest.mark.slow
+def test_replicas_evaluate_batches_of_several_lengths(tmp_path):
+    """Of which only one is shorter than a step's: the loss is that of all rows."""
+    run = forked(2, worker.of_replicas, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
+    one, other = map(worker.rows_of, range(2))
+    expected = worker.Guarded()(**{name: torch.cat([one[name], other[name]]) for name in one})
+    for rank in range(2):
+        assert relative_error(load_file(tmp_path / f"{rank}.safetensors")["loss"], expected) <= LIMIT
+
+
 class Core(nn.Module):
     """Attention with a mask that is causal by its value, as programs check."""
 

@@ -240,9 +240,15 @@ class Runner(RankRunner):
     def evaluate(self, batch: object, looks: Looks) -> StepResult:
         """A step of a forward, or several for a batch with fewer rows."""
         spec, rt = self.plan.step, self.runtime
-        short = None if are_listed(batch, spec) else short_batch(spec, batch, looks.outputs)
+        listed = are_listed(batch, spec)
+        short = None if listed else short_batch(spec, batch, looks.outputs)
         if short is None:
-            return self.step(batch, looks)
+            if rt.replicas is not None and not listed:  # another replica may have a short one
+                rt.weighted = [(batch, [1.0] * spec.microbatches)]
+            try:
+                return self.step(batch, looks)
+            finally:
+                rt.weighted = ()
         if spec.has_total:
             raise BatchError(
                 f"The loss divides by a number of the batch, that of {spec.microbatches} microbatches, and "
