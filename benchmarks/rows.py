@@ -224,6 +224,8 @@ OUTPUTS: dict[str, Callable[[Value, Value], Value]] = {
     "o - o.mean(1)": lambda o, w: o - o.mean(1, keepdim=True),
     "o + w.mean()": lambda o, w: o + w.mean(),
     "o / o.norm(-1)": lambda o, w: o / o.norm(dim=-1, keepdim=True),
+    "o - o.mean((0, 1))": lambda o, w: o - o.mean((0, 1)),
+    "o.log_softmax(-1) + o.mean((0, 1))": lambda o, w: o.log_softmax(-1) + o.mean((0, 1)),
 }
 WEIGHTS: dict[str, Callable[[Value, Value], Value]] = {
     "1": lambda m, w: torch.ones_like(m),
@@ -300,7 +302,10 @@ class Written(nn.Module):
 
         def term(out: Value, target: Value, labels: Value, m: Value, w: Value) -> Value:
             logits = OUTPUTS[o](out, w).transpose(1, 2)
-            loss = F.cross_entropy(logits, labels, reduction=reduction, **more)
+            if "log_softmax" in o and "label_smoothing" not in more:
+                loss = F.nll_loss(logits, labels, reduction=reduction, **more)
+            else:
+                loss = F.cross_entropy(logits, labels, reduction=reduction, **more)
             if reduction == "none":
                 loss = (loss.sum(1) / m.sum(1).clamp(min=1)).mean()
             return loss / DIVISORS[d](m, m, c) if reduction == "sum" else loss

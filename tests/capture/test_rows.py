@@ -464,8 +464,13 @@ def moved_by_a_mean(net, x, z, y, w, mask):
 
 
 @loss
-def logs_moved_by_a_mean(net, x, z, y, w, mask):
-    return F.nll_loss(net.head(z).log_softmax(-1) + w.mean(), y)
+def logs_moved_by_classes(net, x, z, y, w, mask):
+    return F.nll_loss(net.head(z).log_softmax(-1) + F.one_hot(y, WORDS).double().mean(0), y)
+
+
+@loss
+def weighted_logs_moved_by_a_mean(net, x, z, y, w, mask):
+    return F.nll_loss(net.head(z).log_softmax(-1) + w.mean(), y, weight=net.bank[0, :WORDS].abs())
 
 
 @loss

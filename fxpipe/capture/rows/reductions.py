@@ -37,7 +37,6 @@ _OF_SUMS = families.SHAPES | TRANSPOSES | families.PARTS | families.JOINED | SUM
 }  # fmt: skip
 #: Of ops whose other operands have no entries at the same place.
 _OPERANDS = {aten.copy: slice(1, 2), aten.masked_scatter: slice(2)}
-_OF_LOGS = {aten.nll_loss2d_forward, aten.nll_loss_forward}
 _ADDITIONS = {aten.add, aten.rsub, aten.sub}
 _AFFINE = _ADDITIONS | COPIES | families.SHAPES | TRANSPOSES | {aten.expand, aten.mean, aten.neg}
 
@@ -111,8 +110,7 @@ def is_affine(flow: Flow, node: fx.Node) -> bool:
     if packet in (aten.div, aten.mul):
         others = [x for x in node.args[:2] if isinstance(x, fx.Node) and not flow.has(x, Form.SAME)]
         return len(others) == 1 and (packet is aten.mul or others[0] is node.args[0])
-    is_mean_of_logs = packet in _OF_LOGS and argument(node, "reduction") == 1
-    return is_mean_of_logs or packet in _AFFINE
+    return packet in _AFFINE
 
 
 def reduced(flow: Flow, node: fx.Node) -> Rows:
