@@ -494,6 +494,11 @@ def a_mean_by_a_guarded_sum(net, x, z, y, w, mask):
 
 
 @loss
+def by_a_sum_and_a_parameter(net, x, z, y, w, mask):
+    return (each_loss(net, z, y) * w).sum() / (w.sum() + net.scale)
+
+
+@loss
 def by_a_mean_or_a_sum(net, x, z, y, w, mask):
     return (each_loss(net, z, y) * w).mean() / torch.maximum(w.mean(), w.sum())
 

@@ -182,8 +182,8 @@ class Tail:
         return {count: is_plain and is_one for each in parts for count, is_plain in each.items()}
 
     def is_fixed(self, node: fx.Node) -> bool:
-        """Whether a value is the same for all rows of all microbatches."""
-        return node in self._same or self._has(node, Form.SAME)
+        """Whether a value of data is the same for all rows."""
+        return self._has(node, Form.SAME)
 
     def _powers(self, counts: dict[fx.Node, bool]) -> set[float | None]:
         """What powers of the number of rows the counts of a divisor have, as far as no number that follows
