@@ -119,7 +119,7 @@ class Tail:
 
     def _divided(self, node: fx.Node) -> Iterator[fx.Node]:
         divisor = node.args[-1]
-        is_total = isinstance(divisor, fx.Node) and self.is_total(divisor) and self._sums_rows(node)
+        is_total = isinstance(divisor, fx.Node) and self._is_total(divisor) and self._sums_rows(node)
         if not isinstance(divisor, fx.Node) or (not is_total and self._is_factor(divisor)):
             yield from (x for x in node.args[:1] if isinstance(x, fx.Node) and x is not divisor)
             return
@@ -134,14 +134,14 @@ class Tail:
             if divisor in self.rows:
                 self.odd.append(node)
 
-    def is_total(self, node: fx.Node) -> bool:
+    def _is_total(self, node: fx.Node) -> bool:
         """Whether a value is a number of the batch, without rows: that of the labels of all microbatches, or
         any other, where a sum over rows is divided by it; and what is computed of such numbers alone."""
         if node.op == "placeholder":
             value: torch.Tensor = node.meta["val"]
             return node.meta["input"].kind is Kind.BATCH and not value.dim() and value.dtype is not torch.bool
         inputs = input_nodes(node)
-        return bool(inputs) and node in self._same and all(map(self.is_total, inputs))
+        return bool(inputs) and node in self._same and all(map(self._is_total, inputs))
 
     def _sums_rows(self, division: fx.Node) -> bool:
         """Whether what is divided is a sum over rows, as of the losses of all labels."""
@@ -165,7 +165,7 @@ class Tail:
         rows = self.rows.get(node)  # type: ignore[call-overload]
         return rows is not None and rows.is_whole and rows.form is form
 
-    def is_sum(self, node: fx.Node) -> bool:
+    def _is_sum(self, node: fx.Node) -> bool:
         """Whether a value is a sum or a mean over rows of the data, and nothing more."""
         return self._has(node, Form.SUMMED) and self.rows[node].is_count
 
@@ -173,7 +173,7 @@ class Tail:
         """The sums over rows that a divisor is made of, each with whether it is that sum but for its shape;
         none of a divisor that is made of anything else."""
         packet = getattr(node.target, "overloadpacket", None)
-        if node in self.rows and self.is_sum(node):
+        if node in self.rows and self._is_sum(node):
             return {node: True}
         parts = [self._counts(x) for x in input_nodes(node) if not self.is_fixed(x)]
         if packet not in _OF_COUNTS or not all(parts):
