@@ -621,6 +621,8 @@ def test_classes_that_get_no_parameters():
         pipeline(Squares()).optimizer(torch.optim.AdamW, lr=0.1, groups=groups)
     with pytest.raises(OptionError, match=r"Muon cannot be made with no options: .*only supports 2D"):
         pipeline(Squares()).optimizer(torch.optim.SGD, groups=[{"params": "*", "class": torch.optim.Muon}])
+    with pytest.raises(OptionError, match=r"Muon cannot be made with lr=0\.01: "):  # not with a trial's rate
+        check_groups([Group(torch.optim.Muon, {"lr": 0.01})], [{Table((8,))}], CPU, ranks=2)
 
 
 class UsesFlag(Base):

@@ -76,8 +76,10 @@ def check_groups(
     kinds: of the parameters of each group.  ranks: the processes that update.  lacks: whether one of them has
     no parameter of some group.  undone: whether updates are taken back.
     """
-    groups = _with_rates(groups)
     tables = [_extremes(of_group, _LENGTH**2, _LENGTH) for of_group in kinds]
+    # What a class refuses is told with the options as they were given.
+    _made(groups, [[Parameter(torch.empty(each[-1].shape, device=device))] for each in tables])
+    groups = _with_rates(groups)
     with torch.random.fork_rng([device] if is_accelerator(device) else []):
         for group, of_group in zip(groups, tables, strict=True):
             with _alone(name_of(group.cls)):
