@@ -503,6 +503,100 @@ def by_a_mean_or_a_sum(net, x, z, y, w, mask):
     return (each_loss(net, z, y) * w).mean() / torch.maximum(w.mean(), w.sum())
 
 
+def cosines(*shape: int) -> torch.Tensor:
+    return torch.cos(torch.arange(math.prod(shape))).reshape(shape)
+
+
+@loss
+def weights_in_another_shape(net, x, z, y, w, mask):
+    return (net.body(z).square().mean(1).expand(2, -1) * cosines(2, len(z))).mean()
+
+
+@loss
+def the_first_half_alone(net, x, z, y, w, mask):
+    n = len(z) // 2
+    return (net.body(z).square().mean(1) * torch.cat([torch.zeros(n), torch.ones(len(z) - n)])).mean()
+
+
+@loss
+def a_window_over_rows(net, x, z, y, w, mask):
+    return (net.body(z).square().mean(1) * torch.hann_window(len(z))).mean()
+
+
+@loss
+def a_parameter_of_each_place(net, x, z, y, w, mask):
+    return (net.body(z) * torch.stack([net.codes[i % 8] for i in range(len(z))])).square().mean()
+
+
+@loss
+def a_parameter_repeated(net, x, z, y, w, mask):
+    return (net.body(z).flatten() * net.codes[0].repeat(len(z))).square().mean()
+
+
+@loss
+def matrices_of_each_place(net, x, z, y, w, mask):
+    return torch.bmm(cosines(len(z), WIDTH, WIDTH), net.body(z).unsqueeze(2)).tanh().mean()
+
+
+@loss
+def entries_of_each_place(net, x, z, y, w, mask):
+    return (cosines(len(z), WORDS)[torch.arange(len(z)), y] * net.body(z).mean(1)).mean()
+
+
+@loss
+def places_beside_rows(net, x, z, y, w, mask):
+    return torch.cat([net.body(z), cosines(len(z), 1)], 1).prod(1).mean()
+
+
+@loss
+def a_triangle_of_rows(net, x, z, y, w, mask):
+    return torch.tril(net.body(z)).square().mean()
+
+
+@loss
+def learned_queries(net, x, z, y, w, mask):
+    queries, keys = net.codes.expand(len(x), 1, -1, -1), net.body(x).unsqueeze(1)
+    return F.scaled_dot_product_attention(queries, keys, keys).square().mean()
+
+
+@loss
+def learned_queries_spread(net, x, z, y, w, mask):
+    queries, keys = net.codes.expand(len(x), 1, -1, -1), net.body(x).unsqueeze(1)
+    return F.scaled_dot_product_attention(queries, keys, keys).std(0).mean()
+
+
+@loss
+def one_less_the_others(net, x, z, y, w, mask):
+    first, *rest = net.body(z).tanh().mean(1)
+    return first - sum(rest)
+
+
+@loss
+def a_moving_average_of_rows(net, x, z, y, w, mask):
+    total = 0.0
+    for row in net.body(z).square().mean(1):
+        total = 0.9 * total + 0.1 * row
+    return total
+
+
+@loss
+def subtracted_in_turn(net, x, z, y, w, mask):
+    total = 0.0
+    for row, label in zip(z, y, strict=True):
+        total = total - F.cross_entropy(net.head(row), label)
+    return -total / len(z)
+
+
+@loss
+def by_a_parameter_of_the_turn(net, x, z, y, w, mask):
+    return torch.stack([(row * net.codes[i % 8]).tanh().mean() for i, row in enumerate(z)]).mean()
+
+
+@loss
+def kernels_of_rows(net, x, z, y, w, mask):
+    return F.conv1d(net.body(x), net.body(z)[:, :LENGTH, None]).square().mean()
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4
@@ -517,10 +611,11 @@ def _in_double():
 
 #: Where a microbatch is one row, and the rows could lie in any dimension of one entry.
 OF_ONE_ROW = [
-    "balance", "by_a_guarded_share", "by_a_sum_and_the_rows", "centered", "each_by_its_place",
-    "in_a_loop_by_the_rows", "last_token", "over_rows", "overlap_of_each",
-    "put_together_and_summed", "put_together_again", "rising_weights", "row_by_row", "row_by_row_undivided",
-    "some_part_of_the_mean", "sums_by_rows", "the_first_alone", "times_the_rows", "within_a_function",
+    "balance", "by_a_guarded_share", "by_a_parameter_of_the_turn", "by_a_sum_and_the_rows", "centered",
+    "each_by_its_place", "in_a_loop_by_the_rows", "last_token", "over_rows", "overlap_of_each",
+    "places_beside_rows", "put_together_and_summed", "put_together_again", "rising_weights",
+    "row_by_row", "row_by_row_undivided", "some_part_of_the_mean", "sums_by_rows", "the_first_alone",
+    "times_the_rows", "within_a_function",
 ]  # fmt: skip
 
 

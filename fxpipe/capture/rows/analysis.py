@@ -20,7 +20,7 @@ by experts: what they choose is not followed, nor told.  Neither is, on lanes, w
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -42,12 +42,13 @@ from fxpipe.capture.rows.forms import (
     shape_of,
 )
 from fxpipe.capture.rows.place import Place
+from fxpipe.capture.rows.taken import LINEAR, TakenRows
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import OpOverload
-from fxpipe.ir.dims import COPIES, TRANSPOSES, is_pointwise
+from fxpipe.ir.dims import TRANSPOSES, is_pointwise, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import call_nodes, graph_outputs, may_draw_numbers
+from fxpipe.ir.storage import call_nodes, graph_outputs, leading_to, may_draw_numbers
 
 aten = torch.ops.aten
 
@@ -85,12 +86,11 @@ _RULES: dict[Any, Rule] = {packet: rule for family, rule in _OF_FAMILIES for pac
     aten.nll_loss2d_forward: reductions.cross_entropy,
     aten.nll_loss_forward: reductions.cross_entropy,
     aten.repeat: layouts.repeated,
+    aten.tril: reductions.triangle,
+    aten.triu: reductions.triangle,
 }
-#: Ops that put values side by side, and those that are linear in each row.
+#: Ops that put values side by side.
 _SIDE_BY_SIDE = families.JOINED | families.INSERTED | families.PLACED | {aten.copy, aten.masked_scatter}
-_LINEAR = families.SHAPES | COPIES | TRANSPOSES | {
-    aten.add, aten.expand, aten.mean, aten.neg, aten.select, aten.slice, aten.sub, aten.sum,
-}  # fmt: skip
 
 
 class RowAnalysis(Flow):
@@ -141,6 +141,8 @@ class RowAnalysis(Flow):
             if places != rows.places:
                 self.is_single()  # which broadcasts
             rows = rows._replace(places=places) if places else LOST
+        if rows.form is Form.EACH and not is_pointwise(node) and self._has_weights(node, rows.places):
+            self.tell(node, BY_PLACE, rows)
         plus = rows.plus or next((x.plus for x in operands if x.plus), None)
         is_plus_told = plus is not None and (rows.form is Form.LOST or not reductions.is_affine(self, node))
         if plus is not None and is_plus_told:
@@ -153,6 +155,12 @@ class RowAnalysis(Flow):
             is_told=node in self.told or any(x.form is Form.SUMMED and x.is_told for x in operands),
             plus=plus if rows.form is Form.EACH else None,
         )
+
+    def _has_weights(self, node: fx.Node, places: Sequence[Place]) -> bool:
+        """Whether an operand that is the same for all rows has other numbers for each of them."""
+        same = (x for x in input_nodes(node) if self.of[x].form is Form.SAME)
+        dims = [(x, dim, beside(node, x, dim)) for x in same for dim in range(len(shape_of(x)))]
+        return any(self.differs(x, p.at(dim)) for x, dim, to in dims for p in places if p.dim == to)
 
     def _rows(self, node: fx.Node, forms: set[Form]) -> Rows:
         packet = packet_of(node)
@@ -174,9 +182,12 @@ class RowAnalysis(Flow):
             return LOST
         if "_backward" in packet.__name__:
             return reductions.gradient(self, node)
-        if node.target.namespace != "aten":  # a user's, which has rows in the first dimension, as models do
-            return each(p for x in input_nodes(node) for p in self.of[x].places if p.dim == 0)
-        return self.lost(node)
+        if node.target.namespace == "aten" or not (length := [*shape_of(node)[:1]]):
+            return self.lost(node)
+        # a user's, which has rows in the first dimension, as models do
+        of_operands = {p for x in input_nodes(node) for p in self.of[x].places if p.dim == 0}
+        places = [p for p in of_operands if length == [self.size(p)]]
+        return each(places) if places else self.lost(node)
 
     # -- rows that are taken one by one
 
@@ -188,21 +199,39 @@ class RowAnalysis(Flow):
         if node in self.single or not rows or packet in _SIDE_BY_SIDE:
             return LOST
         is_scaled = packet in (aten.div, aten.mul) and len(input_nodes(node)) == 1
-        if len(rows) == 1 or packet in _LINEAR or is_scaled:
+        if len(rows) == 1 or packet in LINEAR or is_scaled:
             self.single[node] = rows
             return SUMMED if len(rows) == self.rows and is_number(node) else LOST
         return self.tell(node, BY_PLACE, LOST)
 
     def _tell_taken(self) -> None:
         """Tell of what takes one row by its place, if the others do not get the same ops."""
-        ops: dict[int, set[Any]] = {}
-        for node, (row, *others) in self.single.items():
-            if not others and packet_of(node) not in _LINEAR:
-                ops.setdefault(row, set()).add(node.target)
+        if not self.taken:
+            return
+        rows = TakenRows(self)
+        uneven = leading_to([*rows.uneven(self._ops)])
         for taken in self.taken.values():
-            of_each = [ops.get(row) for row in {row for _, row in taken}]
-            if len(of_each) < self.rows or any(each != of_each[0] for each in of_each):
-                self.told |= {node: BY_PLACE for node, _ in taken}
+            of_each = [rows.of_rows.get(row) for row in {row for _, row in taken}]
+            is_even = len(of_each) == self.rows and all(each == of_each[0] for each in of_each)
+            self.told |= {node: BY_PLACE for node, _ in taken if not is_even or node in uneven}
+
+
+def beside(node: fx.Node, x: fx.Node, dim: int) -> object:
+    """The dimension of a result each of whose entries is made of that entry of ``dim`` of an operand; it may
+    take all of another operand."""
+    packet, after = packet_of(node), len(shape_of(node))
+    from_last = dim + after - len(shape_of(x))
+    if packet in families.PRODUCTS:
+        a, b = node.args[families.PRODUCTS[packet] :][:2]
+        summed = len(shape_of(x)) - 1 if x is a else max(len(shape_of(x)) - 2, 0) if x is b else None
+        return None if dim == summed else dim if x is a else from_last
+    if packet in families.ATTENTION:
+        return from_last if from_last < after - 2 or x is node.args[0] else None
+    if packet in families.PLACED | {aten.gather}:
+        return None if dim in indices.of_op(node) else dim
+    if packet in families.PAIRS:
+        return dim if dim == 0 else None
+    return through(node, x, dim)
 
 
 def is_sum_of_lanes(node: fx.Node) -> bool:

@@ -28,8 +28,7 @@ POINTWISE = COPIES | {
     aten.floor_divide, aten.hardswish, aten.huber_loss, aten.l1_loss, aten.lift_fresh_copy,
     aten.log_sigmoid_forward, aten.masked_fill, aten.masked_scatter, aten.mse_loss, aten.native_dropout,
     aten.poisson, aten.polar, aten.rand_like, aten.randint_like, aten.randn_like, aten.resolve_conj,
-    aten.rrelu_with_noise_functional, aten.rsub, aten.smooth_l1_loss, aten.soft_margin_loss, aten.tril,
-    aten.triu,
+    aten.rrelu_with_noise_functional, aten.rsub, aten.smooth_l1_loss, aten.soft_margin_loss,
 }  # fmt: skip
 #: Ops whose results have the shape of an operand and none of its numbers.
 NO_NUMBERS = {
@@ -67,6 +66,10 @@ LEADING = {
     aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d,
     aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_linear1d, aten.upsample_nearest1d,
     aten.upsample_nearest2d, aten.upsample_nearest3d, aten.upsample_trilinear3d,
+}  # fmt: skip
+#: Those of them whose other operands have rows there as well.
+PAIRS = {
+    aten._trilinear, aten.grid_sampler_2d, aten.grid_sampler_3d, aten.max_unpool2d, aten.max_unpool3d,
 }  # fmt: skip
 #: Ops of the matrices in the last two dimensions.
 MATRICES = {

@@ -70,9 +70,25 @@ class Flow:
         """Follow the rows no further than this op: it is told, but of integers and on lanes."""
         return LOST if self.on_lanes or not is_float(node) else self.tell(node, why, LOST)
 
-    def kept(self, node: fx.Node, x: fx.Node, is_kept: Callable[[Place], bool], why: str = RELATIVE) -> Rows:
-        """Follow an op that keeps the shape of an operand, and mixes the entries along some dimensions."""
+    def kept(
+        self,
+        node: fx.Node,
+        x: fx.Node,
+        is_kept: Callable[[Place], bool],
+        why: str = RELATIVE,
+        *,
+        pairs: bool = False,
+    ) -> Rows:
+        """Follow an op that keeps the shape of an operand, and mixes the entries along some dimensions.
+
+        pairs: whether it takes entries of its other operands that lie in the same dimensions.
+        """
         rows = self.of[x]
+        others = {p for y in input_nodes(node) if y is not x for p in self.of[y].places}
+        if pairs and rows.form is Form.SAME:
+            rows, others = each(others), set()
+        if rows.form is Form.SAME or (others and not (pairs and others <= {*rows.places})):
+            return self.lost(node)
         if rows.form is not Form.EACH:
             return LOST
         stay = [*filter(is_kept, rows.places)]
@@ -97,42 +113,73 @@ class Flow:
         """Follow a number that adds up entries; of rows that were taken one by one it is their own."""
         return LOST if any(x in self.single for x in operands) else SUMMED
 
-    def differs(self, x: fx.Node, dim: int) -> bool:
-        """Whether a value that is the same for all rows has other numbers along a dimension, as weights by
-        their order in the microbatch have."""
-        todo, seen = [(x, dim)], set[tuple[fx.Node, int]]()
+    def differs(self, x: fx.Node, place: Place) -> bool:
+        """Whether a value that is the same for all rows has other numbers for each of those at a place, as
+        weights by their order in the microbatch have."""
+        todo, seen = [(x, place)], set[tuple[fx.Node, Place]]()
         while todo:
-            x, dim = todo.pop()
-            shape = shape_of(x)
-            if dim < 0 or (shape[dim] == 1 and self.rows > 1) or (x, dim) in seen:
+            x, place = todo.pop()
+            shape, dim = shape_of(x), place.dim
+            if dim < 0 or (shape[dim] == 1 and self.rows > 1) or (x, place) in seen:
                 continue
-            seen.add((x, dim))
-            packet = packet_of(x)
-            if x.op == "placeholder" or packet in (aten.arange, aten.linspace):
-                is_of_model = x.op == "placeholder" and x.meta["input"].kind is not Kind.CONSTANT
+            seen.add((x, place))
+            packet, operands = packet_of(x), [*input_nodes(x)]
+            tensors = operands if packet is not None else []  # not several results
+            behind = [(y, d) for y in tensors for d in range(len(shape_of(y))) if through(x, y, d) == dim]
+            if x.op == "placeholder":
+                is_of_model = x.meta["input"].kind is not Kind.CONSTANT
                 if x not in self.changing and not (shape[dim] == 1 and is_of_model):
                     return not self.is_single()
+            elif is_pointwise(x) or packet in families.POINTWISE:
+                todo += [(y, place.at(dim + len(shape_of(y)) - len(shape))) for y in operands]
+            elif behind:
+                todo += [(y, place.at(d)) for y, d in behind]
+            elif packet in families.NO_NUMBERS or may_draw_numbers(x.target):
                 continue
-            for operand in input_nodes(x):
-                before = shape_of(operand)
-                if is_pointwise(x) or packet in families.POINTWISE:
-                    todo.append((operand, dim + len(before) - len(shape)))
-                elif packet is aten.slice:  # other numbers, if those that it takes some of are others
-                    todo.append((operand, dim))
-                elif packet not in families.NO_NUMBERS:
-                    todo += [(operand, d) for d in range(len(before)) if through(x, operand, d) == dim]
+            elif shape[dim] == 1 or shape[dim] != self.size(place) or not self._is_alike(x, place):
+                return not self.is_single()
         return False
+
+    def _is_alike(self, x: fx.Node, place: Place) -> bool:
+        """Whether a value has the same numbers for all rows at a place, with random parameters, where what
+        each microbatch draws is the same everywhere."""
+        draw = torch.Generator().manual_seed(0)
+
+        def sample(x: fx.Node) -> torch.Tensor | None:
+            value = value_of(x)
+            if value is None or not is_float(x) or prod(value.shape) > _LARGE:
+                return None
+            if x in self.changing or x.op != "placeholder":
+                return torch.full(value.shape, 0.5, dtype=value.dtype, device="cpu")
+            return torch.randn(value.shape, generator=draw, dtype=value.dtype, device="cpu")
+
+        try:
+            value = self._computed(x, sample)
+        except RuntimeError:  # of an op that takes not all numbers
+            return False
+        if value is None:
+            return False
+        of_rows = value.unflatten(place.dim, (place.outer, self.rows, place.inner))
+        return torch.equal(of_rows, of_rows.roll(1, place.dim + 1))
 
     def value_of_constants(self, node: fx.Node) -> torch.Tensor | None:
         """Compute a value on the CPU, if ops of torch make it of constants alone, and it is not large."""
+        return self._computed(node, lambda x: None)
+
+    def _computed(
+        self, node: fx.Node, unknown: Callable[[fx.Node], torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """Compute a value on the CPU.  unknown: what an input that is no constant has, and a random op."""
         before, values = leading_to([node]), dict[fx.Node, Any]()
         for x in (n for n in node.graph.nodes if n in before):
-            if x.op == "placeholder":
-                known = self.constants.get(x.meta["input"].name)
-                if known is None or known.is_meta:
+            if x.op == "placeholder" or may_draw_numbers(x.target):
+                known = self.constants.get(x.meta["input"].name) if x.op == "placeholder" else None
+                values[x] = unknown(x) if known is None or known.is_meta else known.cpu()
+                if values[x] is None:
                     return None
-                values[x] = known.cpu()
-            elif may_draw_numbers(x.target) or prod(shape_of(x)) > _LARGE or not _is_torchs(x):
+                if isinstance(x.meta["val"], list | tuple):
+                    values[x] = [values[x]] * len(x.meta["val"])
+            elif prod(shape_of(x)) > _LARGE or not _is_torchs(x):
                 return None
             else:
                 args, kwargs = fx.map_arg((x.args, dict(x.kwargs)), values.__getitem__)

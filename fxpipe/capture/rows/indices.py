@@ -52,7 +52,7 @@ def bags(flow: Flow, node: fx.Node) -> Rows:
 
 def indexed(flow: Flow, node: fx.Node) -> Rows:
     x = node_arg(node, 0)
-    rows, indices = flow.of[x], _indices(node)
+    rows, indices = flow.of[x], of_op(node)
     if any(value_of(i).dtype in (torch.bool, torch.uint8) for i in indices.values()):  # type: ignore[union-attr]
         return flow.lost(node)
     size = max(len(shape_of(i)) for i in indices.values())
@@ -74,6 +74,13 @@ def indexed(flow: Flow, node: fx.Node) -> Rows:
             return flow.lost(node, BY_PLACE)
     if flow.has(x, Form.SUMMED):
         return _of_sums(flow, node, each(places))
+    if flow.has(x, Form.SAME):
+        for dim, index in indices.items():
+            shape, before = shape_of(index), first + size - len(shape_of(index))
+            is_of_each = any(n == flow.rows and Place(before + d) in places for d, n in enumerate(shape))
+            along = Place(dim, 1, shape_of(x)[dim] // flow.rows)
+            if is_of_each and flow.counts_rows(index) and flow.differs(x, along):
+                return flow.tell(node, BY_PLACE, each(places))
     return each(places)
 
 
@@ -100,7 +107,7 @@ def placed(flow: Flow, node: fx.Node) -> Rows:
     base, packet = node_arg(node, 0), packet_of(node)
     if any(flow.has(x, Form.SUMMED) for x in input_nodes(node)):
         return flow.lost(node, STATISTIC)
-    indices = _indices(node)
+    indices = of_op(node)
     if any(flow.has(i, Form.LOST) for i in indices.values()):
         return LOST
     of_indices = [p for i in indices.values() for p in flow.of[i].places]
@@ -125,7 +132,7 @@ def placed(flow: Flow, node: fx.Node) -> Rows:
     return each(places) if places else flow.lost(node, BY_PLACE)
 
 
-def _indices(node: fx.Node) -> Mapping[int, fx.Node]:
+def of_op(node: fx.Node) -> Mapping[int, fx.Node]:
     """The indices of an op, each by its dimension."""
     if packet_of(node) in (aten.index, aten.index_put):
         several: Any = node.args[1]

@@ -43,14 +43,16 @@ def product(flow: Flow, node: fx.Node) -> Rows:
         return each(places)
     if places:
         return flow.tell(node, RELATIVE, each(places))
-    other = (a, in_a) if not summed[0] else (b, in_b) if not summed[1] else None
-    return flow.tell(node, BY_PLACE, SUMMED) if other and flow.differs(*other) else SUMMED
+    one, other, dim = (a, b, in_b) if summed[0] else (b, a, in_a)
+    along = {p.at(dim) for p in flow.of[one].places if p.dim == (in_a if summed[0] else in_b)}
+    is_by_place = not all(summed) and any(flow.differs(other, p) for p in along)
+    return flow.tell(node, BY_PLACE, SUMMED) if is_by_place else SUMMED
 
 
 def distances(flow: Flow, node: fx.Node) -> Rows:
     """Distances of each row of one matrix to each of another one are pairs of both."""
     last = len(shape_of(node)) - 1
-    one, other = (flow.of[node_arg(node, i)].places for i in range(2))
+    one, other = (flow.aligned([node_arg(node, i)], last + 1) for i in range(2))
     places = [p for p in one if p.dim < last]
     places += [p.at(last) if p.dim == last - 1 else p for p in other if p.dim < last]
     return each(places) if places else flow.lost(node)
@@ -59,8 +61,12 @@ def distances(flow: Flow, node: fx.Node) -> Rows:
 def attention(flow: Flow, node: fx.Node) -> Rows:
     """Attention keeps rows in a dimension of their own, or behind each other where a mask parts them."""
     query, key, value = (node_arg(node, i) for i in range(3))
-    rows, length = Rows(*flow.of[query][:2]), len(shape_of(key)) - 2
-    among = {p for x in (key, value) for p in flow.of[x].places if p.dim == length}
+    length = len(shape_of(key)) - 2
+    if any(flow.has(x, Form.LOST) for x in (query, key, value)):
+        return LOST
+    behind = [p for x in (key, value) for p in flow.of[x].places]
+    rows = each([*flow.of[query].places, *(p for p in behind if p.dim < length)])
+    among = {p for p in behind if p.dim == length}
     if among and not flow.on_lanes and not (len(among) == 1 and _is_apart(flow, node, *among)):
         return flow.tell(node, RELATIVE, rows)
     return rows

@@ -94,7 +94,7 @@ def pointwise(flow: Flow, node: fx.Node) -> Rows:
     if any(_is_integer(x) for x in of_several):
         return flow.tell(node, STATISTIC, result)
     same = [(x, dims - len(shape_of(x))) for x in operands if flow.has(x, Form.SAME)]
-    if any(flow.differs(x, p.dim - shift) for x, shift in same for p in rows.places):
+    if any(flow.differs(x, p.at(p.dim - shift)) for x, shift in same for p in rows.places):
         return flow.tell(node, BY_PLACE, result)
     return result
 
@@ -157,7 +157,8 @@ def along(flow: Flow, node: fx.Node) -> Rows:
 
 def leading(flow: Flow, node: fx.Node) -> Rows:
     """An op that takes each entry of the first dimension by itself keeps rows there."""
-    return flow.kept(node, node_arg(node, 0), lambda p: p.dim == 0)
+    pairs = packet_of(node) in families.PAIRS
+    return flow.kept(node, node_arg(node, 0), lambda p: p.dim == 0, pairs=pairs)
 
 
 def batch_norm(flow: Flow, node: fx.Node) -> Rows:
@@ -176,7 +177,13 @@ def norm(flow: Flow, node: fx.Node) -> Rows:
 def of_matrices(flow: Flow, node: fx.Node) -> Rows:
     """An op on the matrices in the last two dimensions keeps rows before these."""
     x = node_arg(node, 0)
-    return flow.kept(node, x, lambda p: p.dim < len(shape_of(x)) - 2)
+    return flow.kept(node, x, lambda p: p.dim < len(shape_of(x)) - 2, pairs=True)
+
+
+def triangle(flow: Flow, node: fx.Node) -> Rows:
+    """What is left of a matrix above or below its diagonal goes by the place in the last two dimensions."""
+    x = node_arg(node, 0)
+    return flow.kept(node, x, lambda p: p.dim < len(shape_of(x)) - 2, BY_PLACE)
 
 
 def cross_entropy(flow: Flow, node: fx.Node) -> Rows:
@@ -190,8 +197,12 @@ def cross_entropy(flow: Flow, node: fx.Node) -> Rows:
 
 def alignments(flow: Flow, node: fx.Node) -> Rows:
     """Alignments have a loss of each row, from logs [length, rows, words]."""
-    rows = flow.kept(node, node_arg(node, 0), lambda p: p.dim == 1)
-    return rows._replace(places=tuple(p.at(0) for p in rows.places))
+    logs, labels = flow.of[node_arg(node, 0)], flow.of[node_arg(node, 1)]
+    if Form.LOST in (logs.form, labels.form):
+        return LOST
+    places = {p.at(0) for p in logs.places if p.dim == 1}
+    is_apart = {p.dim for p in logs.places} <= {1} and {*labels.places} <= places
+    return each(places) if places and is_apart else flow.lost(node, RELATIVE)
 
 
 def gradient(flow: Flow, node: fx.Node) -> Rows:
