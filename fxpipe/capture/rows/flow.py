@@ -40,7 +40,8 @@ class Flow:
     microbatch has.  ``on_lanes``: whether lanes exchange values.  ``constants``: by name.  ``changing``:
     inputs that are other ones in each microbatch without being of the batch.  ``taken``: of a value, the ops
     that take one row of it by its number, each with that.  ``single``: the numbers of the rows of which such
-    values are made.  ``is_unsure``: whether an op on a single row may do another thing with several."""
+    values are made.  ``split``: ops that make groups of rows, with the dimension of these.  ``is_unsure``:
+    whether an op on a single row may do another thing with several."""
 
     def __init__(self, rows: int, on_lanes: bool, constants: Mapping[str, torch.Tensor]) -> None:
         self.of: dict[fx.Node, Rows] = {}
@@ -49,6 +50,7 @@ class Flow:
         self.changing, self.is_unsure = set[fx.Node](), False
         self.taken: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         self.single: dict[fx.Node, frozenset[int]] = {}
+        self.split: dict[fx.Node, int] = {}
 
     def has(self, x: object, form: Form) -> bool:
         return isinstance(x, fx.Node) and x in self.of and self.of[x].form is form
@@ -58,7 +60,7 @@ class Flow:
         return self.has(x, Form.SUMMED) and is_float(x)  # type: ignore[arg-type]
 
     def size(self, place: Place) -> int:
-        return place.outer * self.rows * place.inner
+        return place.outer * (self.rows // place.group) * place.inner
 
     def tell(self, node: fx.Node, why: str, rows: Rows) -> Rows:
         """Tell of an op, unless of what led to its operand; and go on with what its result would be."""
@@ -159,7 +161,7 @@ class Flow:
             return False
         if value is None:
             return False
-        of_rows = value.unflatten(place.dim, (place.outer, self.rows, place.inner))
+        of_rows = value.unflatten(place.dim, (place.outer, self.rows // place.group, place.inner))
         return torch.equal(of_rows, of_rows.roll(1, place.dim + 1))
 
     def value_of_constants(self, node: fx.Node) -> torch.Tensor | None:

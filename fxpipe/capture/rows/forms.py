@@ -52,9 +52,12 @@ SAME, SUMMED, LOST = map(Rows, (Form.SAME, Form.SUMMED, Form.LOST))
 
 
 def each(places: Iterable[Place]) -> Rows:
-    """A value with a part for each row at these places; lost, if there is none."""
-    unique = tuple(dict.fromkeys(places))
-    return Rows(Form.EACH, unique) if unique else LOST
+    """A value with a part for each row at these places; lost, if there is none.  What is made of rows and of
+    groups of them has a part for each group."""
+    unique = dict.fromkeys(places)
+    most = {dim: max(p.group for p in unique if p.dim == dim) for dim in {p.dim for p in unique}}
+    coarse = tuple(p for p in unique if p.group == most[p.dim])
+    return Rows(Form.EACH, coarse) if coarse else LOST
 
 
 def packet_of(node: fx.Node) -> Any:

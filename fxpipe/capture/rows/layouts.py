@@ -37,8 +37,9 @@ def reshaped(flow: Flow, node: fx.Node) -> Rows:
     x = node_arg(node, 0)
     before, after = shape_of(x), shape_of(node)
     places, gone = flow.of[x].places, dims_of(node, len(before)) or {*range(len(before))}
-    if len(places) == 1 and places[0].is_split(flow.rows, before, after):
-        return LOST  # into neighbours, which are together in a batch as well
+    if len(places) == 1 and (groups := places[0].split(flow.rows, before, after)):
+        flow.split[node] = groups.dim
+        return each([groups])
     if packet_of(node) is aten.squeeze and any(p.dim in gone for p in places):
         flow.is_single()
     return flow.moved(node, lambda p: p.reshaped(flow.rows, before, after))
@@ -90,7 +91,8 @@ def part(flow: Flow, node: fx.Node, one_of: fx.Node | None = None) -> Rows:
     if behind is not None and not is_one:
         return each((*others, behind))
     is_each = step > 1 and along.outer == 1 and length % step == 0 and size * step == length
-    if is_each or others or flow.on_lanes or not is_float(x) or flow.is_single():
+    is_group = along.group > 1
+    if is_each or others or is_group or flow.on_lanes or not is_float(x) or flow.is_single():
         return each(others)
     taker = one_of or node
     row, rest = divmod(start, along.inner)
@@ -115,8 +117,9 @@ def joined(flow: Flow, node: fx.Node) -> Rows:
         return flow.tell(node, STATISTIC, LOST)
     if not of_rows or any(flow.has(x, Form.LOST) for x in tensors):
         return LOST
-    units = [{p._replace(outer=1) for p in flow.of[x].places} for x in of_rows]
-    places = [p for p in flow.of[of_rows[0]].places if all(p._replace(outer=1) in unit for unit in units)]
+    units = [{(p.dim, p.inner / p.group) for p in flow.of[x].places} for x in of_rows]
+    in_all = set.intersection(*units)
+    places = [p for x in of_rows for p in flow.of[x].places if (p.dim, p.inner / p.group) in in_all]
     if packet_of(node) is aten.stack:
         places = [p.at(p.dim + (p.dim >= dim)) for p in places]
     elif len(of_rows) < len(tensors):

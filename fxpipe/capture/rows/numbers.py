@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.rows import families
-from fxpipe.capture.rows.forms import packet_of
+from fxpipe.capture.rows.forms import packet_of, shape_of
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.dims import is_pointwise
 from fxpipe.ir.graph import Kind
@@ -67,6 +67,11 @@ class RowNumbers:
         """The powers in an op's numbers by their places, or by names, or in a constant; NaN for a number that
         is no power.  Those without are left out."""
         return self._of.get(node, {})
+
+    def is_as_long(self, node: fx.Node, dim: int) -> bool:
+        """Whether a dimension of a value is known to be no longer with twice the rows."""
+        other = self._others.get(node)
+        return other is not None and shape_of(other)[dim : dim + 1] == shape_of(node)[dim : dim + 1]
 
     def summed(self, node: fx.Node) -> float:
         """The power in how many entries a sum adds up for each of its own, of values without rows."""

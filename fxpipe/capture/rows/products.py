@@ -78,7 +78,7 @@ def _is_apart(flow: Flow, node: fx.Node, keys: Place) -> bool:
     query = node_arg(node, 0)
     queries = next((p for p in flow.of[query].places if p.dim == len(shape_of(query)) - 2), None)
     mask = next((m for name in _MASKS if isinstance(m := argument(node, name), fx.Node)), None)
-    if queries is None or mask is None or (keys.outer, queries.outer) != (1, 1):
+    if queries is None or mask is None or {keys.outer, queries.outer, keys.group, queries.group} != {1}:
         return False
     value = flow.value_of_constants(mask)
     if value is None or value.shape[-2:] != (flow.size(queries), flow.size(keys)):

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.rows.analysis import RowAnalysis
+from fxpipe.capture.rows.forms import BY_PLACE
 from fxpipe.capture.rows.numbers import RowNumbers, twice_the_rows
 from fxpipe.capture.rows.powers import RowPowers, has_numbers, is_gradient_of_mean
 from fxpipe.capture.rules.loss_tail import Division, Tail, line_of
@@ -68,8 +69,10 @@ def joins_of(tail: Tail, analysis: RowAnalysis, numbers: Callable[[], RowNumbers
             operands = node.args[:-1] if node in exact else node.all_input_nodes
             todo += [x for x in operands if isinstance(x, fx.Node)]
     told, sums = {**analysis.told}, list[fx.Node]()
-    known = numbers() if has_numbers(graph, loss, analysis) else RowNumbers(graph, {})
+    groups = {node: dim for node, dim in analysis.split.items() if node.args[1][dim] != -1}  # type: ignore[index]
+    known = numbers() if groups or has_numbers(graph, loss, analysis) else RowNumbers(graph, {})
     if known is not None:
+        told |= {node: BY_PLACE for node, dim in groups.items() if known.is_as_long(node, dim)}
         powers = RowPowers(graph, [loss], analysis, exact, known)
         for node in powers.odd:
             cause = powers.cause(node)
