@@ -122,7 +122,8 @@ class Flow:
         while todo:
             x, place = todo.pop()
             shape, dim = shape_of(x), place.dim
-            if dim < 0 or (shape[dim] == 1 and self.rows > 1) or (x, place) in seen:
+            is_one = dim < 0 or shape[dim] == 0 or (shape[dim] == 1 and self.rows > 1)
+            if is_one or (x, place) in seen:
                 continue
             seen.add((x, place))
             packet, operands = packet_of(x), [*input_nodes(x)]
