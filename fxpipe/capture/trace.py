@@ -283,6 +283,7 @@ def _run(
         patches.graphs_alone(),
         patches.uncompiled(),
         patches.weighted_errors(),
+        patches.whole_heads(),
     )
     checkpoints = (
         patches.checkpoints_that_end(),

@@ -193,6 +193,27 @@ def test_loss_is_that_of_the_whole_batch(loss):
     compared(Model(loss).double(), batch_of(6))
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it since 2.13")
+@pytest.mark.filterwarnings("error:The loss")
+def test_a_head_in_chunks_of_torch():
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    class Chunked(Model):
+        def forward(self, x, y):
+            h, options = (
+                torch.tanh(self.hidden(self.embed(x))).flatten(0, 1),
+                LinearCrossEntropyOptions(batch_chunk_size=2),
+            )
+            loss = F.linear_cross_entropy(h, self.head.weight, y.flatten(), options=options)
+            each = F.linear_cross_entropy(
+                h, self.head.weight, y.flatten(), reduction="none", ignore_index=-100, options=options
+            )
+            return loss + each.square().mean()
+
+    torch.manual_seed(0)
+    compared(Chunked(None).double(), batch_of(6), split_points=["hidden"])
+
+
 class Named(Model):
     """Gives the layer before as well, and a number of each microbatch."""
 

@@ -597,6 +597,34 @@ def kernels_of_rows(net, x, z, y, w, mask):
     return F.conv1d(net.body(x), net.body(z)[:, :LENGTH, None]).square().mean()
 
 
+@loss
+def less_the_mean_of_two(net, x, z, y, w, mask):
+    pairs = w.view(-1, 2)
+    return ((pairs - pairs.mean(1, keepdim=True)).flatten() * net.body(z).mean(1)).mean()
+
+
+@loss
+def spread_over_pairs(net, x, z, y, w, mask):
+    return (w.view(-1, 2).mean(1).std() * net.body(z)).mean()
+
+
+@loss
+def in_two_parts(net, x, z, y, w, mask):
+    parts = w.view(2, -1)
+    return ((parts - parts.mean(1, keepdim=True)).flatten() * net.body(z).mean(1)).mean()
+
+
+@loss
+def of_pairs_by_their_place(net, x, z, y, w, mask):
+    return (net.body(z).view(-1, 2, WIDTH).mean(1) * cosines(len(z) // 2, 1)).tanh().mean()
+
+
+@loss
+def beside_numbers_of_pairs(net, x, z, y, w, mask):
+    best = w.view(-1, 2).amax(1).repeat_interleave(2)
+    return torch.cat([net.body(z), best.unsqueeze(1)], 1).prod(1).mean()
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4

@@ -27,7 +27,7 @@ from fxpipe.capture.rows.forms import (
 )
 from fxpipe.capture.rows.place import Place, without
 from fxpipe.ir.builder import node_arg
-from fxpipe.ir.dims import dims_of, order_behind
+from fxpipe.ir.dims import RESHAPES, dims_of, order_behind
 from fxpipe.ir.storage import argument
 
 aten = torch.ops.aten
@@ -40,6 +40,8 @@ def reshaped(flow: Flow, node: fx.Node) -> Rows:
     if len(places) == 1 and (groups := places[0].split(flow.rows, before, after)):
         flow.split[node] = groups.dim
         return each([groups])
+    if packet_of(node) in RESHAPES and places and after[:1] == (1,) != before[:1]:
+        flow.is_unsure = True  # one group, of all rows
     if packet_of(node) is aten.squeeze and any(p.dim in gone for p in places):
         flow.is_single()
     return flow.moved(node, lambda p: p.reshaped(flow.rows, before, after))
