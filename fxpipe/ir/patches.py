@@ -86,7 +86,8 @@ def whole_heads() -> contextlib.AbstractContextManager[object]:
         return (functional.cross_entropy(functional.linear(x, head, bias), labels, **options),)
 
     name = "_linear_cross_entropy_batch_chunked"
-    return mock.patch.multiple(module, **{name: reduced, f"{name}_no_reduction": of_each})
+    ops: Any = {name: reduced, f"{name}_no_reduction": of_each}
+    return mock.patch.multiple(module, **ops)
 
 
 def without_log() -> contextlib.AbstractContextManager[object]:
