@@ -87,7 +87,8 @@ def whole_heads() -> contextlib.AbstractContextManager[object]:
 
     name = "_linear_cross_entropy_batch_chunked"
     ops: Any = {name: reduced, f"{name}_no_reduction": of_each}
-    return mock.patch.multiple(module, **ops)
+    patch: contextlib.AbstractContextManager[object] = mock.patch.multiple(module, **ops)
+    return patch
 
 
 def without_log() -> contextlib.AbstractContextManager[object]:
