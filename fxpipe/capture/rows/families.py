@@ -74,8 +74,8 @@ PAIRS = {
 #: Ops of the matrices in the last two dimensions.
 MATRICES = {
     aten.cholesky, aten.linalg_cholesky_ex, aten.linalg_eigh, aten.linalg_inv_ex, aten.linalg_lu_factor_ex,
-    aten.linalg_matrix_exp, aten.linalg_qr, aten.linalg_solve_triangular, aten._linalg_det, aten._linalg_eigh,
-    aten._linalg_slogdet, aten._linalg_solve_ex, aten._linalg_svd, aten.triangular_solve,
+    aten.linalg_matrix_exp, aten.linalg_qr, aten._linalg_det, aten._linalg_eigh, aten._linalg_slogdet,
+    aten._linalg_solve_ex, aten._linalg_svd, aten.triangular_solve,
 }  # fmt: skip
 #: Norms by all rows, where they are in training.
 BATCH_NORMS = {

@@ -110,6 +110,9 @@ def placed(flow: Flow, node: fx.Node) -> Rows:
     indices = of_op(node)
     if any(flow.has(i, Form.LOST) for i in indices.values()):
         return LOST
+    if packet is aten.index_put and _is_mask(indices, node.args[2]):
+        of_mask = (p.at(p.dim + dim) for dim, mask in indices.items() for p in flow.of[mask].places)
+        return each((*flow.of[base].places, *of_mask))
     of_indices = [p for i in indices.values() for p in flow.of[i].places]
     places = [p for p in flow.of[base].places if p.dim not in indices]
     is_added = packet in families.ADDED or argument(node, "reduce") in ("sum", "add")
@@ -130,6 +133,14 @@ def placed(flow: Flow, node: fx.Node) -> Rows:
     if not places and is_added and of_indices and flow.has(base, Form.SAME):
         return SUMMED
     return each(places) if places else flow.lost(node, BY_PLACE)
+
+
+def _is_mask(indices: Mapping[int, fx.Node], source: Any) -> bool:
+    """Whether one number is put where a mask says."""
+    is_number = isinstance(source, fx.Node) and source.meta["val"].numel() == 1
+    return (
+        is_number and len(indices) == 1 and all(i.meta["val"].dtype is torch.bool for i in indices.values())
+    )
 
 
 def of_op(node: fx.Node) -> Mapping[int, fx.Node]:

@@ -179,3 +179,12 @@ def diagonal(flow: Flow, node: fx.Node) -> Rows:
     if len(along) == 2 and along[0].at(0) == along[1].at(0):
         places.append(along[0].at(len(shape_of(node)) - 1))
     return each(places) if places else flow.lost(node)
+
+
+def diagonals(flow: Flow, node: fx.Node) -> Rows:
+    """A matrix for each vector, with that as its diagonal, keeps rows before these."""
+    x, last = node_arg(node, 0), len(shape_of(node)) - 1
+    dims: Any = {argument(node, name) % (last + 1) for name in ("dim1", "dim2")}  # type: ignore[operator]
+    if dims != {last - 1, last}:
+        return flow.lost(node)
+    return flow.kept(node, x, lambda p: p.dim < last - 1)

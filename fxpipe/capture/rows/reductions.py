@@ -180,6 +180,15 @@ def of_matrices(flow: Flow, node: fx.Node) -> Rows:
     return flow.kept(node, x, lambda p: p.dim < len(shape_of(x)) - 2, pairs=True)
 
 
+def solved(flow: Flow, node: fx.Node) -> Rows:
+    """A system of equations keeps rows among its right-hand sides, if all have the same matrix."""
+    a, b = (node_arg(node, i) for i in range(2))
+    last = len(shape_of(b)) - 1
+    if not flow.has(a, Form.SAME) or argument(node, "left", True) is False:
+        return of_matrices(flow, node)
+    return flow.kept(node, b, lambda p: p.dim != last - 1)
+
+
 def triangle(flow: Flow, node: fx.Node) -> Rows:
     """What is left of a matrix above or below its diagonal goes by the place in the last two dimensions."""
     x = node_arg(node, 0)
