@@ -625,6 +625,30 @@ def beside_numbers_of_pairs(net, x, z, y, w, mask):
     return torch.cat([net.body(z), best.unsqueeze(1)], 1).prod(1).mean()
 
 
+@loss
+def a_mask_in_the_shape_of_rows(net, x, z, y, w, mask):
+    places = torch.arange(len(x)).unsqueeze(1), torch.arange(LENGTH)
+    return (net.body(x).mean(2) * torch.ones_like(mask)[places]).square().mean()
+
+
+@loss
+def zeros_where_a_mask_says(net, x, z, y, w, mask):
+    h = net.body(x).mean(2)
+    h[mask] = 0.0
+    return h.square().mean()
+
+
+@loss
+def solved_by_one_matrix(net, x, z, y, w, mask):
+    triangle = torch.eye(WIDTH) + torch.tril(net.body.weight, -1)
+    return torch.linalg.solve_triangular(triangle, net.body(z).T, upper=False).square().mean()
+
+
+@loss
+def a_matrix_for_each_row(net, x, z, y, w, mask):
+    return (torch.diag_embed(net.body(z)) @ z.unsqueeze(2)).square().mean()
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4

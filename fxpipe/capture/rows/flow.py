@@ -28,7 +28,7 @@ from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import is_pointwise, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import leading_to, may_draw_numbers
+from fxpipe.ir.storage import may_draw_numbers
 
 aten = torch.ops.aten
 
@@ -173,7 +173,18 @@ class Flow:
         self, node: fx.Node, unknown: Callable[[fx.Node], torch.Tensor | None]
     ) -> torch.Tensor | None:
         """Compute a value on the CPU.  unknown: what an input that is no constant has, and a random op."""
-        before, values = leading_to([node]), dict[fx.Node, Any]()
+        values = dict[fx.Node, Any]()
+
+        def of_input(x: fx.Node) -> Any:
+            value = x.meta["val"]  # of which some ops take the shape alone
+            return values[x] if x in values else torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+
+        before, todo = set[fx.Node](), [node]
+        while todo:
+            x = todo.pop()
+            if x not in before and packet_of(x) not in families.NO_NUMBERS:
+                todo += x.all_input_nodes
+            before.add(x)
         for x in (n for n in node.graph.nodes if n in before):
             if x.op == "placeholder" or may_draw_numbers(x.target):
                 known = self.constants.get(x.meta["input"].name) if x.op == "placeholder" else None
@@ -185,7 +196,7 @@ class Flow:
             elif prod(shape_of(x)) > _LARGE or not _is_torchs(x):
                 return None
             else:
-                args, kwargs = fx.map_arg((x.args, dict(x.kwargs)), values.__getitem__)
+                args, kwargs = fx.map_arg((x.args, dict(x.kwargs)), of_input)
                 on_cpu = {"device": "cpu"} if "device" in kwargs else {}
                 values[x] = x.target(*args, **{**kwargs, **on_cpu})
         return values[node]  # type: ignore[no-any-return]
