@@ -162,7 +162,8 @@ class RowAnalysis(Flow):
         """Whether an operand that is the same for all rows has other numbers for each of them."""
         same = (x for x in input_nodes(node) if self.of[x].form is Form.SAME)
         dims = [(x, dim, beside(node, x, dim)) for x in same for dim in range(len(shape_of(x)))]
-        return any(self.differs(x, p.at(dim)) for x, dim, to in dims for p in places if p.dim == to)
+        beside_rows = ((x, p.at(dim)) for x, dim, to in dims for p in places if p.dim == to)
+        return any(shape_of(x)[p.dim] == self.size(p) and self.differs(x, p) for x, p in beside_rows)
 
     def _rows(self, node: fx.Node, forms: set[Form]) -> Rows:
         packet = packet_of(node)
@@ -232,7 +233,7 @@ def beside(node: fx.Node, x: fx.Node, dim: int) -> object:
     if packet in families.PLACED | {aten.gather}:
         return None if dim in indices.of_op(node) else dim
     if packet in families.PAIRS:
-        return dim if dim == 0 else None
+        return dim if dim == 0 and packet is not aten._trilinear else None
     return through(node, x, dim)
 
 
