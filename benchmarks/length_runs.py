@@ -3,9 +3,10 @@
     PYTHONPATH=. python benchmarks/length_runs.py --output benchmarks/results/length_runs.txt
 
 Each setting of ``SETTINGS`` trains a tiny decoder of the next family of transformers, in an order that is
-drawn, that can be built in float64 and compiled, with random
-weights in float64 and with its sequence named: lists of 1 to 6 microbatches of lengths that are drawn, for
-each replica its own, with SGD with momentum and a clipped norm behind each.  The table has the largest error
+drawn, with random weights in float64 and with its sequence named: on lists of 1 to 6 microbatches of lengths
+that are drawn, for each replica its own, with SGD with momentum and a clipped norm behind each.  A family
+whose plain model cannot take a step in float64 is left out, with what it raises; behind one that is not
+compiled for several lengths, or fails, the next one gets the same setting.  The table has the largest error
 of losses and of the weights behind the last step against eager, relative to the largest value; of a model
 with dropout there is none.  Half-way all write a checkpoint; a second pipeline resumes from it, prepares
 each list one step before, and must end with the same bits.  Where it is interrupted, the table has the
@@ -17,10 +18,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from launch import run
+from length_runs_worker import LONGEST, microbatch, model_of
+from masks import ERRORS, loss_and_count
 from report import Report
 from transformers.models.auto import modeling_auto
 
@@ -59,6 +65,9 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", help="by default all causal ones, in an order that is drawn")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)  # the models are tiny
     report = Report("Lists of microbatches of many lengths under torchrun")
     families = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     random.Random(options.seed).shuffle(families)
@@ -69,6 +78,9 @@ def main() -> None:
             while (each := next(drawn, None)) is not None:
                 kind, names = each
                 name = names if isinstance(names, str) else names[0]
+                if raised := raises(kind, name):
+                    report.line(f"{kind} is left out, as its plain model raises {raised}")
+                    continue
                 case = {
                     "kind": kind,
                     "name": name,
@@ -89,6 +101,17 @@ def main() -> None:
     report.line(f"{sum(bool(row[3]) for row in rows)} of {len(SETTINGS)} settings")
     report.table(["family", "processes: setting", "lengths", "lists", "largest error", "resumed"], rows)
     report.save(options.output)
+
+
+def raises(kind: str, name: str) -> str:
+    """What the plain model of this family raises in a step without fxpipe, "" for nothing."""
+    try:
+        model = model_of(kind, name, has_dropout=False)
+        one = microbatch(LONGEST)
+        loss_and_count(model(input_ids=one["input_ids"]), one)[0].backward()
+    except (*ERRORS, StrictDataclassError) as error:
+        return f"{type(error).__name__}: {str(error).partition(' (/')[0].partition(chr(10))[0][:80]}"
+    return ""
 
 
 if __name__ == "__main__":

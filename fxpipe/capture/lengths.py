@@ -117,16 +117,12 @@ def at_other_lengths(
             continue
         points = _points(lengths)
         try:
+            least = captured_at(*points[0].values())
+            if captured.masks.needed == least.masks.needed:
+                _matched(captured, [least], [dimensions, points[0]], variables)  # before more are traced
             others = [captured_at(*point.values()) for point in points]
             _check_masks([captured, *others])
-            for other in others:
-                _check_constants(captured, other)
-            at = tuple(tuple(point.values()) for point in (dimensions, *points))
-            traces = ResizedTraces(tuple(variables), at, {}, ())
-            try:
-                traces = traces.after_rewrite(captured.graph, [other.graph for other in others])
-            except SizeError as error:
-                raise SizeError(_branch(captured, others, points) + str(error)) from error
+            traces = _matched(captured, others, [dimensions, *points], variables)
             for _ in _arguments(captured.graph, traces):
                 pass  # raises where a number is no expression
             steps = [captured, *others]
@@ -149,6 +145,23 @@ def at_other_lengths(
         return replace(traced, one_row=one_row)
     remedy = "\nIf the model takes multiples of a number alone, give an example of two of them or more."
     raise SizeError(f"{nearest}{remedy if isinstance(nearest, CaptureError) else ''}") from nearest
+
+
+def _matched(
+    captured: Captured,
+    others: Sequence[Captured],
+    points: Sequence[Mapping[str, int]],
+    variables: Sequence[str],
+) -> ResizedTraces:
+    """The steps at these points, of which the first is the example's, side by side.  Raises SizeError where
+    they are made of other ops or constants."""
+    for other in others:
+        _check_constants(captured, other)
+    traces = ResizedTraces(tuple(variables), tuple(tuple(point.values()) for point in points), {}, ())
+    try:
+        return traces.after_rewrite(captured.graph, [other.graph for other in others])
+    except SizeError as error:
+        raise SizeError(_branch(captured, others, points[1:]) + str(error)) from error
 
 
 def _step(lengths: Sequence[NamedLength]) -> int:

@@ -131,7 +131,7 @@ def sample(
                 f" {alike[0]!r} is not the leading dimension, as another one is as long: give an example of "
                 f"other rows, or call it {MICROBATCH!r}."
             )
-    raise SizeError(f"Costs for other sizes than the example's are unknown. {failure} {remedy}") from failure
+    raise SizeError(f"The step is known at the example's sizes alone. {failure} {remedy}") from failure
 
 
 def traced_at(sizes: Mapping[str, int], example: object, capture: Callable[[object], T]) -> T:

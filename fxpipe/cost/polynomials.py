@@ -75,7 +75,9 @@ class Sizes:
         return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in terms)
 
     def _span(self, like: tuple[torch.Tensor, ...], node: fx.Node) -> Polynomial:
-        """``values.storage_bytes``, in elements.  Each stride is a polynomial times the one below it."""
+        """``values.storage_bytes``, in elements.  Each stride is a polynomial times the one below it, or one
+        of its own: that of a part of rows which are read in another width.
+        """
         if any(t.numel() == 0 for t in like):
             return 0
         last = like[-1]
@@ -83,20 +85,24 @@ class Sizes:
         total, step, below = 1, 1, [1] * len(like)
         for d in sorted(wide, key=last.stride):
             strides = [t.stride(d) for t in like]
-            step *= self._polynomial(tuple(map(Fraction, strides, below)), node)
+            ratio = self._found(tuple(map(Fraction, strides, below)))
+            step = self._polynomial(tuple(strides), node) if ratio is None else step * ratio
             total += (self._polynomial(tuple(t.shape[d] for t in like), node) - 1) * step
             below = strides
         return total
 
-    def _polynomial(self, values: Numbers, node: fx.Node) -> Polynomial:
+    def _found(self, values: Numbers) -> Polynomial | None:
         if values not in self._read:
             self._read[values] = self._explained(values)
-        polynomial = self._read[values]
+        return self._read[values]
+
+    def _polynomial(self, values: Numbers, node: fx.Node) -> Polynomial:
+        polynomial = self._found(values)
         if polynomial is None:
             origin = node.meta.get("origin", Origin())
             values_at = " and ".join(f"{v} at {p}" for v, p in zip(values, self._points, strict=True))
             raise SizeError(
-                f"Costs for other sizes than the example's are unknown: {node.target}, in "
+                f"The step is known at the example's sizes alone: {node.target}, in "
                 f"{origin.module} ({origin.source}), has a size that is no simple polynomial of "
                 f"{', '.join(map(str, self._ring.symbols))}: {values_at}. Leave dimensions out."
             )

@@ -99,9 +99,15 @@ def _matched(graph: fx.Graph, other: fx.Graph) -> Iterator[tuple[torch.Tensor, t
             or any(x.dim() != y.dim() for x, y in zip(tensors(a), tensors(b), strict=True))
         ):
             origin = (a or b).meta.get("origin", Origin())
+            here, there = (
+                sum(node.meta.get("origin", Origin()).source == origin.source for node in each.nodes)
+                for each in (graph, other)
+            )
+            loops = origin.source and here and there and here != there
+            loop = f" That line has {here} ops, and {there} at another length, as of a loop over it."
             raise SizeError(
                 f"The step is made of other ops at other sizes, from {(a or b).target} on, in "
-                f"{origin.module} ({origin.source})."
+                f"{origin.module} ({origin.source}).{loop if loops else ''}"
             )
         same[a] = b
         yield from zip(tensors(a), tensors(b), strict=True)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,6 +72,20 @@ def test_lengths_that_a_step_takes(function, lengths):
             pipe.run_local([(torch.randn(2, 3, WIDTH),)])
     with pytest.raises(fxpipe.BatchError, match=r"a longer one\.$"):
         pipe.run_local([(torch.randn(2, LENGTH + 1, WIDTH),)])
+
+
+def test_a_length_that_is_too_short_costs_one_trace():
+    """The lengths between it and the example's are traced where the shortest is of the same ops."""
+    run = mock.Mock()
+
+    def branching(x: torch.Tensor) -> torch.Tensor:
+        run(x.shape[1])
+        return above_twelve(x)
+
+    assert step_of(branching).lengths[0].least == 16
+    traced = {call.args[0] for call in run.call_args_list}
+    assert traced >= {2, 4, 16, LENGTH - 1}
+    assert not traced & {16 + 1, 17 + 1}  # between 2 or 4 and the longest
 
 
 @pytest.mark.parametrize(
