@@ -84,8 +84,8 @@ def print_timeline(
     timeline: Timeline,
     source: CostSource,
     best: Exact | None,
-    moved: tuple[Timeline, OffloadPlan] | None = None,
-    limits: Sequence[float] | None = None,
+    moved: tuple[Timeline, OffloadPlan] | None,
+    limits: Sequence[float] | None,
 ) -> None:
     """``moved``: what was offloaded, and the timeline before that.  ``limits``: of each rank, if any."""
     schedule, units = timeline.schedule, source.units

@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 from fxpipe.codegen.expressions import variable
-from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.names import text_literal
 from fxpipe.ir.ops import has_flops
 from fxpipe.ir.text import shape_text
+from fxpipe.runtime.torch_private import schema_of
 
 
 def shape_of(node: fx.Node) -> str:
@@ -21,7 +21,8 @@ def shape_of(node: fx.Node) -> str:
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = next((part for part in value if part is not None), None)
-    gives_several = isinstance(node.target, OpOverload) and len(node.target._schema.returns) > 1
+    schema = schema_of(node.target)
+    gives_several = schema is not None and len(schema.returns) > 1
     is_shown = isinstance(value, torch.Tensor) and (gives_several or has_flops(node))
     return shape_text(value) if is_shown else ""
 

@@ -37,7 +37,7 @@ LEAST = 0.02
 
 
 def with_assumed(
-    request: Compilation, phase: Phases, trained: Compiled, devices: Sequence[Sequence[Device]] = ()
+    request: Compilation, phase: Phases, trained: Compiled, devices: Sequence[Sequence[Device]]
 ) -> tuple[Compiled, list[Artifact]]:
     """The compiled step, and its programs for some batches, on the same ranks, in the same order.
 

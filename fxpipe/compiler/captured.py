@@ -15,9 +15,7 @@ from fxpipe.plan.captured import CAPTURED_FORMAT, CapturedInput, CapturedOp, Cap
 from fxpipe.runtime.torch_private import schema_of
 
 
-def captured_step(
-    graph: fx.Graph, constants: Mapping[str, torch.Tensor], *, split: bool = False
-) -> CapturedOps:
+def captured_step(graph: fx.Graph, constants: Mapping[str, torch.Tensor], *, split: bool) -> CapturedOps:
     """A captured graph as data.  ``split``: whether its vocabulary layers are split over the ranks.
 
     Raises TypeError for an argument that has no form as data.

@@ -47,8 +47,8 @@ def tensor_ownership(
     sections: tuple[Section, ...],
     placement: tuple[int, ...],
     ranks: int,
-    on_ranks: Sequence[Sequence[str]] = (),
-    has_on_ranks: Sequence[Sequence[str]] = (),
+    on_ranks: Sequence[Sequence[str]],
+    has_on_ranks: Sequence[Sequence[str]],
 ) -> tuple[RankTensors, ...]:
     """The tensors of each rank.  Rank 0 also holds unused ones, so that a saved pipeline is complete; or the
     first rank on which they may lie.

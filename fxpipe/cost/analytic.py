@@ -100,7 +100,7 @@ def work_for_any_size(
     resized: ResizedTraces,
     cluster: Cluster,
     placement: Sequence[int],
-    compiled: Collection[Phase] = (),
+    compiled: Collection[Phase],
 ) -> PlanWork:
     """The analytic costs on their ranks as expressions of the named lengths.
 

@@ -31,7 +31,7 @@ def arithmetic_of(node: fx.Node) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def uses_tf32(*, convolution: bool = False) -> bool:
+def uses_tf32(*, convolution: bool) -> bool:
     """Whether torch is set to compute float32 products (or convolutions) in TF32 where a GPU has it."""
     # Not ``allow_tf32``: to read it is an error where the newer setting was written.
     of_convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]

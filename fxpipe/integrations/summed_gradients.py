@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fxpipe.runtime.torch_private import tensors_by_kind
+
 
 class SummedGradients(ParallelStyle):
     """All lanes hold the module's parameters whole and run it on values of their own, as a norm on the heads
@@ -57,9 +59,9 @@ def local_parameters(
     for owner, name, parameter in before:
         if isinstance(parameter, DTensor):
             local: torch.Tensor = parameter.to_local(grad_placements=placements)
-            owner._parameters[name] = local  # type: ignore[assignment]
+            tensors_by_kind(owner)[0][name] = local
     try:
         yield
     finally:
         for owner, name, parameter in before:
-            owner._parameters[name] = parameter
+            tensors_by_kind(owner)[0][name] = parameter

@@ -20,6 +20,7 @@ from torch import fx
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.names import identifier
+from fxpipe.runtime.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -128,12 +129,12 @@ def _item(node: fx.Node) -> str:
     assert isinstance(source, fx.Node)
     assert isinstance(number, int)
     op = _op(source.target)
-    returns = source.target._schema.returns if isinstance(source.target, OpOverload) else []
-    if len(returns) > 1 and returns[number].name:
-        return str(returns[number].name)
+    schema = schema_of(source.target)
+    if schema is not None and len(schema.returns) > 1 and schema.returns[number].name:
+        return str(schema.returns[number].name)
     for reader, place in _readers(node):
         if _op(reader.target) == f"{op}_backward":
-            return str(reader.target._schema.arguments[place].name)  # type: ignore[union-attr]
+            return str(schema_of(reader.target).arguments[place].name)
     return re.sub("^native_|_backward$", "", op)
 
 

@@ -111,20 +111,23 @@ def _lengths(model: nn.Module) -> dict[str, int]:
 
     Raises CaptureError for one that a module shares which reads the zeros.
     """
-    slots = [(path, module, short) for path, module in model.named_modules() for short in module._parameters]
+    slots = [
+        (f"{path}.{short}" if path else short, shape_of(module, short), parameter)
+        for path, module in model.named_modules()
+        for short, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if is_dtensor(parameter)
+    ]
     names: dict[int, str] = {}
     lengths: dict[str, int] = {}
-    for path, module, short in slots:
-        parameter: Any = module._parameters[short]
-        if parameter is not None and is_dtensor(parameter):
-            name = names.setdefault(id(parameter), f"{path}.{short}" if path else short)
-            if (shape := shape_of(module, short)) != parameter.shape:
-                lengths[name] = next(n for n, whole in zip(shape, parameter.shape, strict=True) if n != whole)
-    for path, module, short in slots:
-        name = names.get(id(module._parameters[short]), "")
-        if name in lengths and shape_of(module, short) == module._parameters[short].shape:
+    for name, shape, parameter in slots:
+        first = names.setdefault(id(parameter), name)
+        if shape != parameter.shape:
+            lengths[first] = next(n for n, whole in zip(shape, parameter.shape, strict=True) if n != whole)
+    for name, shape, parameter in slots:
+        first = names[id(parameter)]
+        if first in lengths and shape == parameter.shape:
             raise CaptureError(
-                f"{f'{path}.{short}'!r} is {name!r}, which has zeros behind its {lengths[name]} rows or "
+                f"{name!r} is {first!r}, which has zeros behind its {lengths[first]} rows or "
                 "columns. Give the modules of both the style PaddedParallel, before they share it."
             )
     return lengths

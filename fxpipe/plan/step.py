@@ -66,7 +66,7 @@ class BatchSpec:
         """The names of the leaves that are tensors."""
         return tuple(leaf.name for leaf in self.leaves if leaf.shape is not None)
 
-    def with_lengths(self, lengths: Mapping[int, int], rows: int | None = None) -> BatchSpec:
+    def with_lengths(self, lengths: Mapping[int, int], rows: int | None) -> BatchSpec:
         """The leaves of a microbatch of other lengths.  lengths: by that of the example, of all dimensions
         but the leading one.  rows: the length of that, if it is another one."""
         return BatchSpec(tuple(_with_lengths(leaf, lengths, rows) for leaf in self.leaves))

@@ -45,6 +45,7 @@ from fxpipe.python_state.objects import (
     keeps_state,
 )
 from fxpipe.runtime.functions import name_and_line, names_in
+from fxpipe.runtime.torch_private import tensors_by_kind
 
 LOSS = "loss_fn"
 """The path of the loss function."""
@@ -225,7 +226,7 @@ class PythonState:
                 self._wait(entry)
             else:
                 self._follow(entry)
-        for name, x in thing._parameters.items() if is_module else ():
+        for name, x in tensors_by_kind(thing)[0].items() if is_module else ():
             for attribute in () if x is None else vars(x):
                 self._wait(Owner(joined(owner.path, name), x, True, owner, attribute))
         if isinstance(thing, types.FunctionType):

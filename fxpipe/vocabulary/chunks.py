@@ -43,7 +43,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default)
 FEWEST = 128
 
 
-def chunks_for(graph: fx.Graph, shards: int = 1) -> int:
+def chunks_for(graph: fx.Graph, shards: int) -> int:
     """The parts at which the logits of one are no larger than the hidden states of all tokens: a power of
     two that leaves each part ``FEWEST`` tokens; 1 where no layer gives a cross-entropy its logits.
 
@@ -64,7 +64,7 @@ def chunks_for(graph: fx.Graph, shards: int = 1) -> int:
     return chunks
 
 
-def chunk_head(graph: fx.Graph, chunks: int, split: bool = False) -> tuple[int, float, int]:
+def chunk_head(graph: fx.Graph, chunks: int, split: bool) -> tuple[int, float, int]:
     """Rewrite a step behind ``prepare_head``.  The ops of part k have ``meta["chunk"] = k`` where they belong
     to B.
 

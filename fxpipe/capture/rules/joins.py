@@ -45,10 +45,11 @@ _MOST_NAMED = 3  # operands of an op in a warning
 @dataclass(frozen=True)
 class Joins:
     """``ops``: by which a loss is no sum over rows, with the reason.  ``sums``: over rows, that nothing
-    divides by their number."""
+    divides by their number.  ``exact``: the texts of divisors that can be the whole batch's."""
 
     ops: dict[fx.Node, str]
     sums: tuple[fx.Node, ...]
+    exact: frozenset[str]
 
 
 def joins_of(tail: Tail, analysis: RowAnalysis, numbers: Callable[[], RowNumbers | None]) -> Joins:
@@ -86,9 +87,8 @@ def joins_of(tail: Tail, analysis: RowAnalysis, numbers: Callable[[], RowNumbers
             if each.power is not None and _has_rows(tail, each, powers):
                 del exact[each.node]
                 told[each.node] = NUMBER
-        tail.divisions = [each for each in tail.divisions if each.node in exact]
     ops = {node: told[node] for node in graph.nodes if node in told and node in behind and node not in exact}
-    return Joins(ops, tuple(sums))
+    return Joins(ops, tuple(sums), frozenset(each.text for each in tail.divisions if each.node in exact))
 
 
 def _has_rows(tail: Tail, division: Division, powers: RowPowers) -> bool:
@@ -111,13 +111,14 @@ def warn_of_joins(tail: Tail, analysis: RowAnalysis, example: Any, forward: Forw
         return None if twice is None else RowNumbers(judged.graph, analysis.constants, twice)
 
     joins = joins_of(tail, analysis, numbers)
+    exact = joins.exact
     if analysis.is_unsure and (two := forward(twice_the_rows(example))):
         # What these ops do with several rows is seen with two.
         example, analysis = twice_the_rows(example), RowAnalysis(*two)
         judged = Tail(two[0], analysis)
         joins = joins_of(judged, analysis, numbers)
-        exact = {each.text for each in judged.divisions}
-        tail.divisions = [each for each in tail.divisions if each.power is None or each.text in exact]
+        exact &= joins.exact
+    tail.divisions = [each for each in tail.divisions if each.power is None or each.text in exact]
     divides = {*judged.apart}
     judged.apart |= {node: _function(node) for node in joins.ops if node not in divides}
     odd = [node for node in judged.apart if node in judged.odd or joins.ops.get(node)] or tail.odd

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePath
 
 import torch
 from torch import fx
 
 from fxpipe.capture.rows.analysis import RowAnalysis, is_sum_of_lanes
-from fxpipe.capture.rows.forms import Form
+from fxpipe.capture.rows.forms import Form, packet_of
 from fxpipe.capture.rows.numbers import RowNumbers
 from fxpipe.capture.rows.powers import RowPowers
 from fxpipe.ir.builder import Calls, node_arg
@@ -86,7 +87,7 @@ class Tail:
 
     def _operands(self, node: fx.Node) -> Iterator[fx.Node]:
         """The operands in which an op is linear, but for those of a division by a count."""
-        packet = getattr(node.target, "overloadpacket", None)
+        packet = packet_of(node)
         operands = [x for x in node.args if isinstance(x, fx.Node)]
         match packet:
             case None if is_loss(node):
@@ -124,11 +125,10 @@ class Tail:
             yield from (x for x in node.args[:1] if isinstance(x, fx.Node) and x is not divisor)
             return
         backward = self._backward(node, (aten.div.Tensor,), 1)
-        counts = {} if is_total else self._counts(divisor)
-        powers, text = self._powers(counts), f"{divisor.name} ({line_of(node)})"
-        is_count = is_total or len(powers) == 1
-        if is_count and not node.kwargs and (backward or not self._trains(node)):
-            self.divisions.append(Division(node, backward, text, tuple(counts), *powers))
+        counts, text = () if is_total else self._counts(divisor), f"{divisor.name} ({line_of(node)})"
+        powers = {None} if is_total or self._is_one_sum(divisor) else self._powers(counts)
+        if len(powers) == 1 and not node.kwargs and (backward or not self._trains(node)):
+            self.divisions.append(Division(node, backward, text, counts, *powers))
         elif divisor.meta["val"].numel() == 1:
             self.apart[node] = text
             if divisor in self.rows:
@@ -147,7 +147,7 @@ class Tail:
         """Whether what is divided is a sum over rows, as of the losses of all labels."""
         node = division.args[0]
         while isinstance(node, fx.Node):
-            packet = getattr(node.target, "overloadpacket", None)
+            packet = packet_of(node)
             if packet is aten.sum:
                 dims = dims_of(node, node_arg(node, 0).meta["val"].dim())
                 return node not in self.rows and (dims is None or 0 in dims)
@@ -169,27 +169,28 @@ class Tail:
         """Whether a value is a sum or a mean over rows of the data, and nothing more."""
         return self._has(node, Form.SUMMED) and self.rows[node].is_count
 
-    def _counts(self, node: fx.Node) -> dict[fx.Node, bool]:
-        """The sums over rows that a divisor is made of, each with whether it is that sum but for its shape;
-        none of a divisor that is made of anything else."""
-        packet = getattr(node.target, "overloadpacket", None)
-        if node in self.rows and self._is_sum(node):
-            return {node: True}
+    def _is_one_sum(self, divisor: fx.Node) -> bool:
+        """Whether a divisor is such a sum as it is, but for its shape and dtype."""
+        while not self._is_sum(divisor) and packet_of(divisor) in _OF_ONE_NUMBER:
+            divisor = node_arg(divisor, 0)
+        return self._is_sum(divisor)
+
+    def _counts(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The sums over rows of which a divisor is made, beside fixed numbers; none where it is made of
+        anything else."""
+        if self._is_sum(node):
+            return (node,)
         parts = [self._counts(x) for x in input_nodes(node) if not self.is_fixed(x)]
-        if packet not in _OF_COUNTS or not all(parts):
-            return {}
-        is_one = packet in _OF_ONE_NUMBER
-        return {count: is_plain and is_one for each in parts for count, is_plain in each.items()}
+        is_made = packet_of(node) in _OF_COUNTS and all(parts)
+        return tuple(dict.fromkeys(chain(*parts))) if is_made else ()
 
     def is_fixed(self, node: fx.Node) -> bool:
         """Whether a value of data is the same for all rows."""
         return self._has(node, Form.SAME)
 
-    def _powers(self, counts: dict[fx.Node, bool]) -> set[float | None]:
+    def _powers(self, counts: Collection[fx.Node]) -> set[float]:
         """What powers of the number of rows the counts of a divisor have, as far as no number that follows
         from the rows gives them another one (``joins.py``)."""
-        if all(counts.values()):
-            return {None} if counts else set()
         powers = RowPowers(self.graph, counts, self._analysis, {}, RowNumbers(self.graph, {})).of
         return {powers[count] for count in counts}
 

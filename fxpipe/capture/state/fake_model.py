@@ -21,6 +21,7 @@ from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.state.recorded_state import RecordedState
 from fxpipe.errors import CaptureError
 from fxpipe.python_state.walk import PythonState
+from fxpipe.runtime.torch_private import tensors_by_kind
 
 
 def _convert(
@@ -47,12 +48,12 @@ def _convert_own(module: nn.Module, function: Any, recurse: bool = True) -> nn.M
     """``module.to(…)`` of a module that the forward made; nn.Module's own swaps memory."""
     for child in module.children() if recurse else ():
         child._apply(function)
-    for key, parameter in module._parameters.items():
+    parameters, buffers = tensors_by_kind(module)
+    for key, parameter in parameters.items():
         if parameter is not None:
-            converted = function(parameter.detach())
-            module._parameters[key] = nn.Parameter(converted, parameter.requires_grad)
-    for key, buffer in module._buffers.items():
-        module._buffers[key] = None if buffer is None else function(buffer)
+            parameters[key] = nn.Parameter(function(parameter.detach()), parameter.requires_grad)
+    for key, buffer in buffers.items():
+        buffers[key] = None if buffer is None else function(buffer)
     return module
 
 

@@ -105,6 +105,7 @@ class ParameterRows:
     def _count(self) -> None:
         """Compare the bytes of all parameters that are here or coming with the plan's."""
         plan = self.plan
+        # This replica's own rows stay beside the whole parameters that it gathers.
         owners = [plan.replicas * plan.lanes.dividing(names).number for names in self._buckets]
         if plan.shard != "parameters" or not plan.held or max(owners, default=1) == 1:
             return

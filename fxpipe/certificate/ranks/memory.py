@@ -22,7 +22,7 @@ ACCURACY = 1.05
 
 def unlike_plan(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
     """Tell where ranks hold more memory than the plan, or do what it has in another order."""
-    if not all(rt.ended for rt in ranks):
+    if not all(rt.ended for rt in ranks):  # a program that was rejected frees nothing behind that line
         return
     for rt in ranks:
         planned = planned_ops(plan, rt.rank)
@@ -55,6 +55,7 @@ def out_of_order(rt: TermRuntime, planned: Sequence[str]) -> int | None:
     """The number of the first op that is not the plan's, of what a program has run so far; at the end that
     of its end, if ops are missing."""
     ops = rt.log.ops if rt.ended else [*rt.log.ops, *planned[len(rt.log.ops) :]]
+    # A program in the midst of a run may still do what is left, but not something else before it.
     due = [*planned, THE_END] if rt.ended else planned
     return next((k for k, (op, other) in enumerate(zip_longest(ops, due)) if op != other), None)
 
@@ -84,7 +85,7 @@ def _transfers(rt: TermRuntime, plan: Plan) -> Iterator[Problem]:
 
 
 def _dead(rt: TermRuntime) -> Iterator[Problem]:
-    """Values that the program log through an op though it did not read them again."""
+    """Tell the values that a program keeps through an op though nothing reads them again."""
     log = rt.log
     for term, used, freed in log.dead:
         last, until = log.ops[max(used - 1, 0)], log.ops[freed - 1]

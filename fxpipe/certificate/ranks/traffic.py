@@ -65,6 +65,7 @@ class Traffic(Inputs):
         due = self.reference.named.get(_name(layout), sent.term)
         if due is not sent.term:  # its reader may do the same to both
             self.log.otherwise[f"sends {sent.term} as {due}"] = self.line.number
+        # A send does not block, and no line says when it has read the memory: none may write there.
         value.memory.keeper = value.memory.keeper or "a message on its way"
         self.sent += 1
         self.world.send(key, Message(sent, layout, self.line, self.ahead))
@@ -73,6 +74,7 @@ class Traffic(Inputs):
         """A message must have the shape and the dtype that it is announced with."""
         shape, strides, dtype = layout
         actual = layout_of(self.calls.terms, term)
+        # A receive fills memory from its first byte to its last; of an empty tensor there is none.
         if 0 not in shape and not is_packed(shape, strides):
             text = f"sends with the strides {tuple(strides)}, which leave gaps or share elements"
             self.calls.note(text, f"{LAYOUT} {_name(layout)}")
@@ -128,6 +130,8 @@ class Traffic(Inputs):
         if message.layout != layout or not is_named:
             text = f"expects {layout}, and {message.line} sends {message.layout}"
             self.calls.note(text, f"{LAYOUT} {_name(layout)}" if is_named else ORDER)
+        # A warm-up that runs again sends and receives again: in one alone, the other end would wait or count
+        # one message too many.
         if message.ahead != pending.ahead:
             asked, sent = ("in", "behind") if pending.ahead else ("behind", "in")
             self.calls.note(
@@ -193,6 +197,7 @@ class Traffic(Inputs):
     def offload(self, values: list[Any], at: int) -> None:
         self._moved("offload")
         for k, value in enumerate(values):
+            # The places follow from the sizes, as the runtime computes them: a program names the first alone.
             size = layout_of(self.calls.terms, self.calls.read(value)).bytes
             handle = Offloaded(value, at, at + -(-size // _ALIGNMENT) * _ALIGNMENT)
             self._place(handle)
@@ -218,7 +223,7 @@ class Traffic(Inputs):
         self._moved("wait_offload")
         for handle in self._handles(values, "leaving"):
             value = handle.value
-            value.memory.use()
+            value.memory.use()  # the copy has read it until now
             handle.value = Value(value.term, value.microbatch, Memory())
             handle.state = "out"
 
@@ -232,7 +237,7 @@ class Traffic(Inputs):
     def wait_reload(self, values: list[object]) -> None:
         self._moved("wait_reload")
         for k, handle in enumerate(self._handles(values, "coming")):
-            self._pool.remove(handle)
+            self._pool.remove(handle)  # only now may another value have its bytes
             values[k] = handle.value
 
     def _handles(self, values: object, state: str) -> list[Offloaded]:

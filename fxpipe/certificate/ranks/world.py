@@ -90,12 +90,13 @@ class World:
 
     def _take_turns(self, stacks: list[greenlet]) -> None:
         while running := [rank for rank, stack in enumerate(stacks) if not stack.dead]:
+            # In the order of ranks, so that a fault is told of the same rank and line each time.
             ready = [r for r in running if r not in self._waits or self._waits[r].key in self.sent]
             for rank in ready:
                 self._waits.pop(rank, None)
                 self.running = rank
                 stacks[rank].switch()
-            if not ready:
+            if not ready:  # all wait, and who waits sends nothing: none will ever go on
                 for rank in running:
                     _, line, what = self._waits[rank]
                     self.problems.append(Problem(rank, line.number, f"{WAITS} {what}", ORDER))

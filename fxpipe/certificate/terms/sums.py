@@ -84,6 +84,7 @@ def forms(terms: Terms, term: Term) -> list[Term]:
     if term.op == CAST:
         source = term["self"]
         equal += forms(terms, source)
+        # An op that adds to a wider accumulator by itself does not round its result to its own dtype first.
         if source.op == "aten.mm":
             wide = {**dict(source.arguments), "out_dtype": term["dtype"]}
             equal.append(terms.plain("aten.mm", wide))
@@ -134,6 +135,7 @@ class GradientSum:
         """What differs in a sum that a program has made."""
         known = {form: term for term in self.times for form in added_forms(reference.terms, term, self.dtype)}
         added: Summands = {}
+        # A program may add sums of uses or of lanes where the captured step adds each, and the reverse.
         for term, calls in total.items():
             for leaf in leaves(reference.terms, term):
                 added.setdefault(known.get(leaf, leaf), []).extend(calls)
@@ -143,6 +145,7 @@ class GradientSum:
         foreign = {term: calls for term, calls in added.items() if term not in self.times}
         counts = {term: len(added.get(term, ())) for term in self.times}
         short = [term for term, times in self.times.items() if counts[term] < times * microbatches]
+        # A summand that is unknown most likely stands for one that is missing: told as one problem, not two.
         instead = dict[Term, Term]()
         able = {form: each for each in short for form in added_forms(reference.terms, each, self.dtype)}
         for term, calls in foreign.items():
@@ -155,7 +158,7 @@ class GradientSum:
                 reference.note_difference(f"the gradient of {name}", calls[0].line, term, nearest)
             else:
                 yield Foreign(name, term, calls[0].line)
-        for term in self.times.keys() - {*instead.values()}:
+        for term in self.times.keys() - {*instead.values()}:  # these are told
             uneven = [*shares[term].uneven(name, term, self.times[term])] if term in shares else []
             yield from uneven or _uneven(name, term, self.times[term], added.get(term, []), microbatches, end)
 

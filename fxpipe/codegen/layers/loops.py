@@ -236,7 +236,7 @@ class Loop:
         named = {self.run.body[value] for value in returned_values if isinstance(value, int)}
         returned_texts = {self._result(value) for value in returned_values}
         name = f"{self.base}_{self.phase}"
-        parts = [*straight_parts(self.run.body, self.section, scope, self._place, named, self.apart)]
+        parts = [*straight_parts(self.run.body, self.section, scope, self._place, named, apart=self.apart)]
         lines += lines_of(parts, name, scope, self._place, returned_texts, self.layers)
         inside = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
         same = storages(self.run.body, scope)

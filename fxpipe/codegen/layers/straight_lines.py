@@ -39,7 +39,8 @@ def straight_parts(
     scope: Scope,
     place: Callable[[fx.Node], str],
     named: AbstractSet[fx.Node] = frozenset(),
-    apart: bool = True,
+    *,
+    apart: bool,
 ) -> Iterator[Part]:
     """The ops of a section between two loops, or of a layer.
 

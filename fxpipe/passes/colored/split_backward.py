@@ -26,7 +26,7 @@ from fxpipe.schedule.ops import Color, Phase
 aten = torch.ops.aten
 
 
-def split_backward(graph: fx.Graph, lookups: int = 0) -> None:
+def split_backward(graph: fx.Graph, lookups: int) -> None:
     """lookups: the first stages, which are shards of an embedding."""
     _split_convolutions(graph)
     on_data = _ops_on_data(graph)

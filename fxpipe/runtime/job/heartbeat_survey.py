@@ -16,7 +16,7 @@ from fxpipe.runtime.job.failure import BEAT, SILENCE, Failures, Heartbeat
 from fxpipe.runtime.job.numbering import MOST_NAMED, ranks_named
 
 
-def shared_survey(failures: Failures, reason: str, show: Callable[[], None] | None = None) -> list[Heartbeat]:
+def shared_survey(failures: Failures, reason: str, show: Callable[[], None] | None) -> list[Heartbeat]:
     """``failures.survey(show)`` by this rank, or by one that has begun it for the same reason.
 
     Empty if a rank fails meanwhile: its message says more.

@@ -14,13 +14,10 @@ from fxpipe.schedule.ops import Op, OpKind, RankOps
 from fxpipe.schedule.placement import stages_of
 
 
-def breadth_first(
-    placement: tuple[int, ...], microbatches: int, backward: OpKind, group: int | None = None
-) -> RankOps:
+def breadth_first(placement: tuple[int, ...], microbatches: int, backward: OpKind, group: int) -> RankOps:
     """All forwards, a stage at a time, then all backwards (GPipe, 1811.06965; looped: 2211.05953); of each
-    ``group`` of microbatches (default all) before those of the next."""
-    size = group or microbatches
-    groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
+    ``group`` of microbatches before those of the next."""
+    groups = [range(first, min(first + group, microbatches)) for first in range(0, microbatches, group)]
     return tuple(
         tuple(
             Op(kind, stage, j)

@@ -112,7 +112,7 @@ def offload_within(
 
 
 def with_offload(
-    timeline: Timeline, share: float | str, limits: Sequence[float], text: MemoryText = ANY_UNIT
+    timeline: Timeline, share: float | str, limits: Sequence[float], text: MemoryText
 ) -> Timeline:
     """The timeline with this share offloaded, or with ``AUTO`` as much as the limits require.
 

@@ -122,12 +122,10 @@ def reason_against(problem: Problem) -> str | None:
     return None
 
 
-def anneal_all(
-    candidates: Sequence[Candidate], effort: float | None = None, seed: int = 0
-) -> list[Candidate]:
+def anneal_all(candidates: Sequence[Candidate], effort: float | None, seed: int) -> list[Candidate]:
     """Anneal one order of each problem together; most of the work goes to the best.
 
-    effort: about the seconds of one core; by default a fifteenth for every order, 1 s at most.
+    effort: about the seconds of one core; None: a fifteenth for every order, 1 s at most.
     """
     if effort is None:
         effort = min(_EFFORT_TO_ANNEAL, _EFFORT_PER_ORDER * len(candidates))

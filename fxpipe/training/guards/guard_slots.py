@@ -25,6 +25,7 @@ from fxpipe.python_state.objects import (
     is_plain,
 )
 from fxpipe.runtime.functions import name_and_line
+from fxpipe.runtime.torch_private import tensors_by_kind
 
 #: Larger arrays are not compared, and of larger tensors the version alone.
 _LARGEST_ARRAY = 1 << 16
@@ -111,7 +112,8 @@ class GuardSlots:
         self.owner, self._type = weak(owner), type(owner)
         self._modules = [*map(id, owner._modules.values())] if isinstance(owner, nn.Module) else []
         if isinstance(owner, nn.Module) and self.compared.constants:
-            tensors = {**owner._parameters, **owner._buffers}
+            parameters, buffers = tensors_by_kind(owner)
+            tensors = {**parameters, **buffers}
             self.constants += (name for name, x in tensors.items() if self.compared.is_constant(x))
         reads, is_function = self.compared.reads, isinstance(owner, types.FunctionType)
         holds_read = isinstance(owner, CONTAINERS) and attribute_of(self.path) in reads
@@ -195,7 +197,7 @@ def _compared_contents(owner: object, constants: Collection[str]) -> Mapping[Any
     if not isinstance(owner, nn.Module):
         return contents(owner)
     entries = {name: x for name, x in vars(owner).items() if name not in OF_MODULES}
-    for kind, tensors in (("a parameter", owner._parameters), ("a buffer", owner._buffers)):
+    for kind, tensors in zip(("a parameter", "a buffer"), tensors_by_kind(owner), strict=True):
         entries |= {name: x if name in constants else kind for name, x in tensors.items() if x is not None}
     return entries
 
