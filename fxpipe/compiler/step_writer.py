@@ -6,7 +6,6 @@ What it is written from is data (``codegen/step/step_plan.py``): a saved pipelin
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,13 +17,13 @@ from fxpipe.compiler.tensor_ownership import tied_gradients
 from fxpipe.cost.batch_order import BatchPlanner, OfReplica
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.saved.as_json import from_json, to_json
 from fxpipe.plan.step import OrderedStep
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import Programs
 from fxpipe.schedule.lowering.lower import lower, with_gradients
 from fxpipe.schedule.lowering.validation import with_validation
 from fxpipe.schedule.ops import Schedule
-from fxpipe.strict import parse_json, refused, structure, unstructure
 
 STEPS_FORMAT = 1
 
@@ -85,8 +84,7 @@ class _Saved:
 
 def as_text(parts: StepParts, programs: Sequence[str]) -> str:
     """The parts of a pipeline as JSON."""
-    saved = _Saved(STEPS_FORMAT, tuple(map(_digest, programs)), parts)
-    return json.dumps(unstructure(saved), separators=(",", ":"))
+    return to_json(_Saved(STEPS_FORMAT, tuple(map(_digest, programs)), parts))
 
 
 def with_writer(artifact: Artifact, where: str) -> Artifact:
@@ -96,8 +94,7 @@ def with_writer(artifact: Artifact, where: str) -> Artifact:
     A program whose ``step`` was edited has none: an edited program runs as edited.  Raises ArtifactError for
     a text that is damaged, naming ``where`` and the field.
     """
-    with refused(ArtifactError, f"{where} is damaged:", "Save the pipeline again."):
-        saved = structure(parse_json(artifact.steps), _Saved)
+    saved = from_json(artifact.steps, _Saved, where)
     if not _fits(saved, artifact.plan):
         raise ArtifactError(f"{where} does not fit plan.json. Save the pipeline again.")
     if saved.texts != tuple(map(_digest, artifact.programs)):
