@@ -649,6 +649,13 @@ def a_matrix_for_each_row(net, x, z, y, w, mask):
     return (torch.diag_embed(net.body(z)) @ z.unsqueeze(2)).square().mean()
 
 
+@loss
+def a_signal_in_windows(net, x, z, y, w, mask):
+    """It pads all rows as one value of as many channels."""
+    spectrum = torch.stft(net.body(x).flatten(1), 8, window=torch.ones(8), return_complex=True)
+    return torch.view_as_real(spectrum).square().mean()
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4

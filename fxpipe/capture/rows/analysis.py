@@ -63,6 +63,7 @@ _OF_FAMILIES: list[tuple[Any, Rule]] = [
     (families.REDUCTIONS, reductions.reduced),
     (families.ALONG, reductions.along),
     (families.LEADING, reductions.leading),
+    (families.SPATIAL, reductions.spatial),
     (families.BATCH_NORMS, reductions.batch_norm),
     (families.LAST, reductions.norm),
     (families.MATRICES, reductions.of_matrices),

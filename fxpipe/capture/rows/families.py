@@ -33,7 +33,7 @@ POINTWISE = COPIES | {
 #: Ops whose results have the shape of an operand and none of its numbers.
 NO_NUMBERS = {
     aten.empty_like, aten.full_like, aten.isfinite, aten.isinf, aten.isnan, aten.new_empty, aten.new_full,
-    aten.new_ones, aten.new_zeros, aten.ones_like, aten.zeros_like,
+    aten.new_ones, aten.new_zeros, aten.ones_like, aten.zero, aten.zeros_like,
 }  # fmt: skip
 #: Ops that take some of the entries along a dimension.
 PARTS = {
@@ -55,17 +55,21 @@ ALONG = ORDERS | MOVES | {
     aten._fft_c2c, aten._fft_c2r, aten._fft_r2c, aten._log_softmax, aten._safe_softmax, aten._softmax,
     aten.cummax, aten.cummin, aten.cumprod, aten.cumsum, aten.glu, aten.logcumsumexp, aten.unfold,
 }  # fmt: skip
+#: Ops along as many of the last dimensions as their names say.
+SPATIAL = {
+    aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d, aten._upsample_bicubic2d_aa,
+    aten._upsample_bilinear2d_aa, aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d,
+    aten._upsample_nearest_exact3d, aten.adaptive_max_pool2d, aten.adaptive_max_pool3d, aten.avg_pool2d,
+    aten.avg_pool3d, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices, aten.reflection_pad1d,
+    aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
+    aten.replication_pad3d, aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_linear1d,
+    aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten.upsample_trilinear3d,
+}  # fmt: skip
 #: Ops of rows in the first dimension, and of what lies in the others.
 LEADING = {
-    aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d, aten._native_batch_norm_legit_no_training,
-    aten._prelu_kernel, aten._trilinear, aten.adaptive_max_pool2d, aten.adaptive_max_pool3d,
-    aten.avg_pool2d, aten.avg_pool3d, aten.channel_shuffle, aten.col2im, aten.convolution,
-    aten.grid_sampler_2d, aten.grid_sampler_3d, aten.im2col, aten.max_pool2d_with_indices,
-    aten.max_pool3d_with_indices, aten.max_unpool2d, aten.max_unpool3d, aten.native_group_norm,
-    aten.pixel_shuffle, aten.pixel_unshuffle, aten.reflection_pad1d, aten.reflection_pad2d,
-    aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d,
-    aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_linear1d, aten.upsample_nearest1d,
-    aten.upsample_nearest2d, aten.upsample_nearest3d, aten.upsample_trilinear3d,
+    aten._native_batch_norm_legit_no_training, aten._prelu_kernel, aten._trilinear, aten.channel_shuffle,
+    aten.col2im, aten.convolution, aten.grid_sampler_2d, aten.grid_sampler_3d, aten.im2col,
+    aten.max_unpool2d, aten.max_unpool3d, aten.native_group_norm, aten.pixel_shuffle, aten.pixel_unshuffle,
 }  # fmt: skip
 #: Those of them whose other operands have rows there as well.
 PAIRS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import fx
 
@@ -159,6 +161,13 @@ def leading(flow: Flow, node: fx.Node) -> Rows:
     """An op that takes each entry of the first dimension by itself keeps rows there."""
     pairs = packet_of(node) in families.PAIRS
     return flow.kept(node, node_arg(node, 0), lambda p: p.dim == 0, pairs=pairs)
+
+
+def spatial(flow: Flow, node: fx.Node) -> Rows:
+    """An op on images, or what has more or fewer dimensions than these, keeps rows before them."""
+    along = int(re.findall(r"(\d)d", packet_of(node).__name__)[-1])
+    x = node_arg(node, 0)
+    return flow.kept(node, x, lambda p: p.dim < len(shape_of(x)) - along)
 
 
 def batch_norm(flow: Flow, node: fx.Node) -> Rows:
