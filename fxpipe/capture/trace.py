@@ -148,7 +148,7 @@ def capture(
         means = divide_by_batch_means(tail, share, replicas)
     if is_judged:
         warn_of_updates(captured.graph, analysis)
-        warn_of_gradients(captured.graph)
+        warn_of_gradients(captured.graph, analysis.rows)
     return replace(captured, means=means)
 
 

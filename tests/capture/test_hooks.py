@@ -182,3 +182,54 @@ def test_a_hook_that_joins_rows_is_told(hook, says):
     told = _told_of(net, microbatches=2)
     assert len(told) == bool(says)
     assert not told or says in told[0]
+
+
+class Beside(torch.autograd.Function):
+    """The first operand; the gradient of a loss, which is not returned, is ``of`` that of the first."""
+
+    @staticmethod
+    def forward(ctx, x, hidden, of):
+        ctx.shape, ctx.of = hidden.shape, of
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, ctx.of(grad, ctx.shape), None
+
+
+OF_HIDDEN = {
+    "ones": lambda grad, shape: torch.ones(shape),
+    "in the shape of the gradient": lambda grad, shape: grad.new_full(shape, 0.1),
+}
+
+
+@pytest.mark.parametrize("of", OF_HIDDEN.values(), ids=OF_HIDDEN)
+@pytest.mark.parametrize("name", ["mean", "labels", "shares", "sum", "none"])
+def test_a_loss_that_a_function_hides_is_told_where_it_is_a_mean(name, of):
+    """Each microbatch adds the gradient of its own mean; those of sums are summands of the whole batch's."""
+    losses = {
+        "mean": lambda h: h.square().mean(),
+        "labels": lambda h: nn.functional.cross_entropy(h, torch.zeros(len(h), dtype=torch.long)),
+        "shares": lambda h: (h.softmax(1).mean(0) * torch.arange(4)).sum(),
+        "sum": lambda h: 1e-2 * h.square().mean(1).sum(),
+    }
+
+    class Hiding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.a(x).tanh()
+            return self.b(Beside.apply(h, losses[name](h), of) if name in losses else h).square().mean()
+
+    torch.manual_seed(0)
+    net, batch = Hiding(), torch.randn(8, 4)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        pipe = fxpipe.compile(net, (batch[:2],), ranks=1, microbatches=4, schedule="1f1b", check=False)
+    found = pipe.run_local((batch,)).grads["a.weight"]
+    net(batch).backward()
+    is_told = any("begins with a gradient of its own, of a mean" in str(x.message) for x in given)
+    assert is_told == (name in ("mean", "labels", "shares"))
+    assert torch.allclose(found, net.a.weight.grad, atol=1e-6) != is_told

@@ -3,6 +3,8 @@
     weight.register_hook(lambda g: g.clamp(-1, 1))      of what each microbatch adds, instead of their sum
     weight.register_hook(lambda g: g + 0.1 * weight)    likewise, as often as there are microbatches
     hidden.register_hook(lambda g: g / g.norm())        the norm of a microbatch's rows, instead of all
+    return grad, torch.ones(())                         in a Function that hides a loss beside its result: the
+                                                        gradient of a mean over each microbatch, undivided
 
 A factor, a mask, and any function of each row's gradient alone give what they give for the whole batch.
 """
@@ -10,15 +12,20 @@ A factor, a mask, and any function of each row's gradient alone give what they g
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import fx
 
+from fxpipe.capture.rows.families import NO_NUMBERS
+from fxpipe.capture.rows.forms import packet_of, shape_of
+from fxpipe.capture.rows.powers import is_gradient_of_mean
 from fxpipe.errors import printable
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import COPIES, RESHAPES, TRANSPOSES, dims_of
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import call_nodes, graph_outputs
+from fxpipe.ir.storage import call_nodes, graph_outputs, leading_to
 
 aten = torch.ops.aten
 
@@ -34,15 +41,16 @@ _OF_ALL = {
 }  # fmt: skip
 
 
-def warn_of_gradients(graph: fx.Graph) -> None:
-    """Warn, of a captured step, of the first such function."""
+def warn_of_gradients(graph: fx.Graph, rows: int) -> None:
+    """Warn, of a captured step, of the first such function.  rows: of a microbatch."""
     nodes = [node for node in call_nodes(graph) if node.meta["origin"].backward]
     gradients = {*nodes[:1]}  # the gradient of the loss, and what follows from it
     for node in nodes:
-        if not gradients.isdisjoint(input_nodes(node)):
+        if packet_of(node) not in NO_NUMBERS and not gradients.isdisjoint(input_nodes(node)):
             gradients.add(node)
     hooked = next(_hooked(graph, gradients), None)
     joined = next((node for node in nodes if node in gradients and _is_of_rows(node)), None)
+    hidden = next((node for node in _begun(graph, nodes, gradients) if _is_of_mean(node, rows)), None)
     if hooked is not None:
         name, node = hooked
         warnings.warn(
@@ -60,6 +68,36 @@ def warn_of_gradients(graph: fx.Graph) -> None:
             'gradients of parameters in the loop; mean="microbatch" of compile says that it is meant.',
             stacklevel=2,
         )
+    elif hidden is not None:
+        warnings.warn(
+            "The backward of an autograd.Function begins with a gradient of its own, of a mean over rows: "
+            f"{_text(hidden)}. Each microbatch adds that of its mean, so a step has as many times the whole "
+            "batch's as it has microbatches. Add that loss to the one that the model returns; "
+            'mean="microbatch" of compile says that it is meant.',
+            stacklevel=2,
+        )
+
+
+def _begun(graph: fx.Graph, nodes: Sequence[fx.Node], gradients: Container[fx.Node]) -> Sequence[fx.Node]:
+    """The ops that make what is added to gradients from a number that the backward begins with."""
+    backward = {*nodes}
+    sums = (x for x in nodes if x.target is aten.add.Tensor and x.meta["origin"].seq is None)  # of autograd
+    added = (x for node in sums for x in input_nodes(node))
+    ends = [x for x in (*added, *chain(*graph_outputs(graph).grads.values())) if x not in gradients]
+    behind = leading_to(ends, lambda x: x in backward and x not in gradients)
+    numbers = (x for x in behind if not x.all_input_nodes or packet_of(x) in NO_NUMBERS)
+    return [x for x in nodes if x in behind] if any(x.meta["val"].numel() == 1 for x in numbers) else []
+
+
+def _is_of_mean(node: fx.Node, rows: int) -> bool:
+    """Whether an op of a backward may be that of a mean over rows, or divides by how many there are."""
+    x, by, *_ = [*node.args, None, None]
+    if packet_of(node) is not aten.div or isinstance(by, fx.Node):
+        return packet_of(node) is aten.div or is_gradient_of_mean(node)
+    if packet_of(x) is not aten.expand:  # type: ignore[arg-type]
+        return by % rows == 0  # type: ignore[operator]
+    before, after = shape_of(node_arg(x, 0)), shape_of(x)  # type: ignore[arg-type]
+    return len(before) < len(after) or before[0] < after[0]
 
 
 def _hooked(graph: fx.Graph, gradients: Container[fx.Node]) -> Iterator[tuple[str, fx.Node]]:
@@ -82,7 +120,7 @@ def _is_of_hook(node: fx.Node) -> bool:
 
 
 def _is_linear(node: fx.Node, gradients: Container[fx.Node]) -> bool:
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     of_gradient = [x for x in node.args if isinstance(x, fx.Node) and x in gradients]
     if packet in (aten.add, aten.sub):
         return len(of_gradient) == 2
@@ -95,7 +133,7 @@ def _is_linear(node: fx.Node, gradients: Container[fx.Node]) -> bool:
 
 def _is_of_rows(node: fx.Node) -> bool:
     """Whether an op makes a number of all rows."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     if packet not in _OF_ALL:
         return False
     shape = next(iter(input_nodes(node))).meta["val"].shape
