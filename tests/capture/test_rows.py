@@ -34,6 +34,7 @@ class Net(nn.Module):
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.codes, self.scale = nn.Parameter(torch.randn(8, WIDTH)), nn.Parameter(torch.tensor(2.0))
         self.register_buffer("bank", torch.randn(7, WIDTH))
+        self.register_buffer("kinds", torch.zeros(1, 8, dtype=torch.int64))
         self.loss = loss
 
     def forward(self, x, z, y, w, mask):
@@ -654,6 +655,12 @@ def a_signal_in_windows(net, x, z, y, w, mask):
     """It pads all rows as one value of as many channels."""
     spectrum = torch.stft(net.body(x).flatten(1), 8, window=torch.ones(8), return_complex=True)
     return torch.view_as_real(spectrum).square().mean()
+
+
+@loss
+def kinds_of_a_buffer(net, x, z, y, w, mask):
+    kinds = net.kinds.gather(1, torch.arange(LENGTH).unsqueeze(0)).expand(len(x), -1)
+    return (net.body(x) + F.embedding(kinds, net.codes)).square().mean()
 
 
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:

@@ -135,6 +135,8 @@ class Flow:
                     return not self.is_single()
             elif is_pointwise(x) or packet in families.POINTWISE:
                 todo += [(y, place.at(dim + len(shape_of(y)) - len(shape))) for y in operands]
+            elif packet is aten.embedding and dim < len(shape_of(operands[1])):
+                todo.append((operands[1], place))
             elif behind:
                 todo += [(y, place.at(d)) for y, d in behind]
             elif packet in families.NO_NUMBERS or may_draw_numbers(x.target):
@@ -150,15 +152,17 @@ class Flow:
 
         def sample(x: fx.Node) -> torch.Tensor | None:
             value = value_of(x)
-            if value is None or not is_float(x) or prod(value.shape) > _LARGE:
+            if value is None or prod(value.shape) > _LARGE:
                 return None
             if x in self.changing or x.op != "placeholder":
                 return torch.full(value.shape, 0.5, dtype=value.dtype, device="cpu")
-            return torch.randn(value.shape, generator=draw, dtype=value.dtype, device="cpu")
+            if is_float(x):
+                return torch.randn(value.shape, generator=draw, dtype=value.dtype, device="cpu")
+            return torch.randint(2, value.shape, generator=draw, device="cpu").to(value.dtype)
 
         try:
             value = self._computed(x, sample)
-        except RuntimeError:  # of an op that takes not all numbers
+        except (IndexError, RuntimeError):  # of an op that takes not all numbers
             return False
         if value is None:
             return False
