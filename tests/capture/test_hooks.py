@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.capture.capture_options import CAPTURE_ALL
@@ -197,6 +198,10 @@ class Beside(torch.autograd.Function):
         return grad, ctx.of(grad, ctx.shape), None
 
 
+def with_numbers(h):
+    return h.tanh() * (torch.ones(()) / 8 + torch.full((), 0.5) / 2 + torch.ones(len(h), 1) / 4)
+
+
 OF_HIDDEN = {
     "ones": lambda grad, shape: torch.ones(shape),
     "in the shape of the gradient": lambda grad, shape: grad.new_full(shape, 0.1),
@@ -204,7 +209,7 @@ OF_HIDDEN = {
 
 
 @pytest.mark.parametrize("of", OF_HIDDEN.values(), ids=OF_HIDDEN)
-@pytest.mark.parametrize("name", ["mean", "labels", "shares", "sum", "none"])
+@pytest.mark.parametrize("name", ["mean", "labels", "shares", "sum", "none", "run again"])
 def test_a_loss_that_a_function_hides_is_told_where_it_is_a_mean(name, of):
     """Each microbatch adds the gradient of its own mean; those of sums are summands of the whole batch's."""
     losses = {
@@ -221,6 +226,8 @@ def test_a_loss_that_a_function_hides_is_told_where_it_is_a_mean(name, of):
 
         def forward(self, x):
             h = self.a(x).tanh()
+            if name == "run again":
+                h = checkpoint(with_numbers, h, use_reentrant=False)
             return self.b(Beside.apply(h, losses[name](h), of) if name in losses else h).square().mean()
 
     torch.manual_seed(0)

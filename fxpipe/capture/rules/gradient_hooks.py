@@ -12,7 +12,7 @@ A factor, a mask, and any function of each row's gradient alone give what they g
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -78,11 +78,11 @@ def warn_of_gradients(graph: fx.Graph, rows: int) -> None:
         )
 
 
-def _begun(graph: fx.Graph, nodes: Sequence[fx.Node], gradients: Container[fx.Node]) -> Sequence[fx.Node]:
+def _begun(graph: fx.Graph, nodes: Sequence[fx.Node], gradients: Collection[fx.Node]) -> Sequence[fx.Node]:
     """The ops that make what is added to gradients from a number that the backward begins with."""
     backward = {*nodes}
-    sums = (x for x in nodes if x.target is aten.add.Tensor and x.meta["origin"].seq is None)  # of autograd
-    added = (x for node in sums for x in input_nodes(node))
+    of_autograd = (x for x in gradients if x.target is aten.add.Tensor and x.meta["origin"].seq is None)
+    added = (x for node in of_autograd for x in input_nodes(node))
     ends = [x for x in (*added, *chain(*graph_outputs(graph).grads.values())) if x not in gradients]
     behind = leading_to(ends, lambda x: x in backward and x not in gradients)
     numbers = (x for x in behind if not x.all_input_nodes or packet_of(x) in NO_NUMBERS)
