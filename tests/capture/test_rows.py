@@ -663,6 +663,21 @@ def kinds_of_a_buffer(net, x, z, y, w, mask):
     return (net.body(x) + F.embedding(kinds, net.codes)).square().mean()
 
 
+@loss
+def sorted_by_experts(net, x, z, y, w, mask):
+    """On a CPU ``histc`` counts floats alone."""
+    experts, order = y.sort()
+    ends = torch.histc(experts.float(), WORDS, 0, WORDS - 1).cumsum(0, dtype=torch.int32)
+    expert = torch.searchsorted(ends, torch.arange(len(z), dtype=torch.int32), right=True)
+    return (net.body(z)[order] * net.codes[expert]).square().mean()
+
+
+@loss
+def balance_of_counts(net, x, z, y, w, mask):
+    shares = torch.histc(net.head(z).argmax(-1).float(), WORDS, 0, WORDS - 1) / len(z)
+    return net.body(x).square().mean() + (shares * net.head(z).softmax(-1).mean(0)).sum()
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4

@@ -70,7 +70,8 @@ def of_sums(flow: Flow, node: fx.Node) -> Rows:
             is_linear = sum(summed[start : start + 2]) <= 1
     if is_linear:
         return Rows(Form.SUMMED, is_count=is_count)
-    if not is_float(node) and not any(map(flow.is_sum, input_nodes(node))):
+    sums = [x for x in input_nodes(node) if flow.is_sum(x) and packet_of(x) not in families.COUNTS]
+    if not is_float(node) and not sums:
         return LOST  # integers of counts
     return flow.tell(node, CHOICE if packet in families.CHOICES | families.ORDERS else FUNCTION, SUMMED)
 
@@ -94,7 +95,8 @@ def pointwise(flow: Flow, node: fx.Node) -> Rows:
     if not is_float(node):
         return LOST if of_several else result
     if any(_is_integer(x) for x in of_several):
-        return flow.tell(node, STATISTIC, result)
+        is_counted = packet is aten._to_copy and all(packet_of(x) in families.COUNTS for x in node.users)
+        return LOST if is_counted else flow.tell(node, STATISTIC, result)
     same = [(x, dims - len(shape_of(x))) for x in operands if flow.has(x, Form.SAME)]
     if any(flow.differs(x, p.at(p.dim - shift)) for x, shift in same for p in rows.places):
         return flow.tell(node, BY_PLACE, result)
