@@ -678,6 +678,12 @@ def balance_of_counts(net, x, z, y, w, mask):
     return net.body(x).square().mean() + (shares * net.head(z).softmax(-1).mean(0)).sum()
 
 
+@loss
+def put_into_the_first_rows(net, x, z, y, w, mask):
+    words = torch.arange(WIDTH).expand(len(z) // 2, -1)
+    return net.body(z).scatter_add(1, words, cosines(len(z) // 2, WIDTH)).square().mean()
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4

@@ -164,7 +164,11 @@ class RowAnalysis(Flow):
         same = (x for x in input_nodes(node) if self.of[x].form is Form.SAME)
         dims = [(x, dim, beside(node, x, dim)) for x in same for dim in range(len(shape_of(x)))]
         beside_rows = ((x, p.at(dim)) for x, dim, to in dims for p in places if p.dim == to)
-        return any(shape_of(x)[p.dim] == self.size(p) and self.differs(x, p) for x, p in beside_rows)
+        is_partial = packet_of(node) in families.ALIGNED
+        return any(
+            self.differs(x, p) if shape_of(x)[p.dim] == self.size(p) else is_partial and not self.is_single()
+            for x, p in beside_rows
+        )
 
     def _rows(self, node: fx.Node, forms: set[Form]) -> Rows:
         packet = packet_of(node)
@@ -232,7 +236,9 @@ def beside(node: fx.Node, x: fx.Node, dim: int) -> object:
     if packet in families.ATTENTION:
         return from_last if from_last < after - 2 or x is node.args[0] else None
     if packet in families.PLACED | {aten.gather}:
-        return None if dim in indices.of_op(node) else dim
+        along = indices.of_op(node)
+        is_index = x in along.values() and packet not in families.ALIGNED
+        return None if is_index or dim in along else dim
     if packet in families.PAIRS:
         return dim if dim == 0 and packet is not aten._trilinear else None
     return through(node, x, dim)

@@ -98,6 +98,8 @@ ATTENTION = {
 #: Ops that put numbers at places which others name; those of them that add them up there.
 ADDED = {aten.index_add, aten.scatter_add}
 PLACED = ADDED | {aten.index_copy, aten.index_put, aten.scatter, aten.scatter_reduce}
+#: Those among them, and one that takes such numbers, whose indices have a place for each entry of some rows.
+ALIGNED = {aten.gather, aten.scatter, aten.scatter_add, aten.scatter_reduce}
 #: Ops that count how often entries have each number.
 COUNTS = {aten.bincount, aten.histc}
 #: Ops that put a part into a value.
