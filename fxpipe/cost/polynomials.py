@@ -85,19 +85,19 @@ class Sizes:
         total, step, below = 1, 1, [1] * len(like)
         for d in sorted(wide, key=last.stride):
             strides = [t.stride(d) for t in like]
-            ratio = self._found(tuple(map(Fraction, strides, below)))
+            ratio = self._fitted(tuple(map(Fraction, strides, below)))
             step = self._polynomial(tuple(strides), node) if ratio is None else step * ratio
             total += (self._polynomial(tuple(t.shape[d] for t in like), node) - 1) * step
             below = strides
         return total
 
-    def _found(self, values: Numbers) -> Polynomial | None:
+    def _fitted(self, values: Numbers) -> Polynomial | None:
         if values not in self._read:
             self._read[values] = self._explained(values)
         return self._read[values]
 
     def _polynomial(self, values: Numbers, node: fx.Node) -> Polynomial:
-        polynomial = self._found(values)
+        polynomial = self._fitted(values)
         if polynomial is None:
             origin = node.meta.get("origin", Origin())
             values_at = " and ".join(f"{v} at {p}" for v, p in zip(values, self._points, strict=True))

@@ -75,15 +75,14 @@ def whole_heads() -> contextlib.AbstractContextManager[object]:
     except ImportError:
         return contextlib.nullcontext()
 
-    def of_each(x: Any, head: Any, labels: Any, bias: Any, weight: Any, ignored: int, *_: object) -> Any:
-        options: Any = {"weight": weight, "ignore_index": ignored, "reduction": "none"}
-        return functional.cross_entropy(functional.linear(x, head, bias), labels, **options)
-
     def reduced(
         x: Any, head: Any, labels: Any, bias: Any, weight: Any, reduction: str, ignored: int, *_: object
     ) -> Any:
-        options: Any = {"weight": weight, "ignore_index": ignored, "reduction": reduction}
-        return (functional.cross_entropy(functional.linear(x, head, bias), labels, **options),)
+        logits = functional.linear(x, head, bias)
+        return (functional.cross_entropy(logits, labels, weight, ignore_index=ignored, reduction=reduction),)
+
+    def of_each(x: Any, head: Any, labels: Any, bias: Any, weight: Any, ignored: int, *_: object) -> Any:
+        return reduced(x, head, labels, bias, weight, "none", ignored)[0]
 
     name = "_linear_cross_entropy_batch_chunked"
     ops: Any = {name: reduced, f"{name}_no_reduction": of_each}

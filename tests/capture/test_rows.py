@@ -684,6 +684,12 @@ def put_into_the_first_rows(net, x, z, y, w, mask):
     return net.body(z).scatter_add(1, words, cosines(len(z) // 2, WIDTH)).square().mean()
 
 
+@loss
+def a_sum_by_itself(net, x, z, y, w, mask):
+    total = sum(row.tanh().mean() for row in net.body(z)) / len(z)
+    return total * total
+
+
 def batch_of(rows: int) -> tuple[torch.Tensor, ...]:
     x, z, w = torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, WIDTH), torch.rand(rows)
     return x, z, torch.randint(WORDS, (rows,)), w, torch.rand(rows, LENGTH) > 0.4

@@ -206,7 +206,8 @@ class RowAnalysis(Flow):
         rows = frozenset[int]().union(*(self.single[x] for x in input_nodes(node) if x in self.single))
         if node in self.single or not rows or packet in _SIDE_BY_SIDE:
             return LOST
-        is_scaled = packet in (aten.div, aten.mul) and len(input_nodes(node)) == 1 and not node.kwargs
+        by_number = packet in (aten.div, aten.mul) and not isinstance(node.args[1], fx.Node)
+        is_scaled = by_number and not node.kwargs
         if len(rows) == 1 or packet in LINEAR or is_scaled:
             self.single[node] = rows
             return SUMMED if len(rows) == self.rows and is_number(node) else LOST

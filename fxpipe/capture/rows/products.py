@@ -43,8 +43,8 @@ def product(flow: Flow, node: fx.Node) -> Rows:
         return each(places)
     if places:
         return flow.tell(node, RELATIVE, each(places))
-    one, other, dim = (a, b, in_b) if summed[0] else (b, a, in_a)
-    along = {p.at(dim) for p in flow.of[one].places if p.dim == (in_a if summed[0] else in_b)}
+    one, dim, other, beside = (a, in_a, b, in_b) if summed[0] else (b, in_b, a, in_a)
+    along = {p.at(beside) for p in flow.of[one].places if p.dim == dim}
     is_by_place = not all(summed) and any(flow.differs(other, p) for p in along)
     return flow.tell(node, BY_PLACE, SUMMED) if is_by_place else SUMMED
 

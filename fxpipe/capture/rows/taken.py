@@ -73,29 +73,31 @@ class TakenRows:
         if node in self._bases:
             return {Term(self._number("row of", self._bases[node], shape_of(node)), *rows): 1.0}
         first, second, *_ = [*node.args, None, None]
-        if not rows and packet in families.PARTS | {None} and not flow.has(first, Form.SAME):
-            # Integers of rows, as labels, are not followed.
-            return {Term(self._number("part of", self._written(first), shape_of(node)), None): 1.0}
+        if not rows:
+            if packet in families.PARTS | {None} and not flow.has(first, Form.SAME):
+                # Integers of rows, as labels, are not followed.
+                return {Term(self._number("part of", self._written(first), shape_of(node)), None): 1.0}
+            return {Term(self._function(node), None): 1.0}
         alpha: Any = node.kwargs.get("alpha", 1)
-        if rows and packet in (aten.add, aten.sub):
-            return self._sum(first, 1, second, -alpha if packet is aten.sub else alpha)
-        if rows and packet is aten.rsub:
-            return self._sum(first, -alpha, second, 1)
-        if rows and packet is aten.neg:
-            return self._sum(first, -1)
-        if rows and packet in (aten.mul, aten.div) and isinstance(second, int | float) and not node.kwargs:
-            return self._sum(first, second if packet is aten.mul else 1 / second if second else 0)
-        if rows and packet in LINEAR:
-            rest = self._written((node.args[1:], node.kwargs))
-            terms = self._sum(first, 1)
-            return {
-                term._replace(function=self._number(node.target, term.function, rest)): terms[term]
-                for term in terms
-            }
-        function = self._number(node.target, self._written((node.args, node.kwargs)))
-        for row in rows:
-            self.of_rows.setdefault(row, set()).add(function)
-        return {Term(function, next(iter(rows), None)): 1.0}
+        match packet:
+            case aten.add | aten.sub:
+                return self._sum(first, 1, second, -alpha if packet is aten.sub else alpha)
+            case aten.rsub:
+                return self._sum(first, -alpha, second, 1)
+            case aten.neg:
+                return self._sum(first, -1)
+            case aten.mul | aten.div if not isinstance(second, fx.Node) and not node.kwargs:
+                return self._sum(first, second if packet is aten.mul else 1 / second if second else 0)
+            case _ if packet in LINEAR:
+                rest, terms = self._written((node.args[1:], node.kwargs)), self._sum(first, 1)
+                numbers = {term: self._number(node.target, term.function, rest) for term in terms}
+                return {term._replace(function=numbers[term]): terms[term] for term in terms}
+        (row,), function = rows, self._function(node)
+        self.of_rows.setdefault(row, set()).add(function)
+        return {Term(function, row): 1.0}
+
+    def _function(self, node: fx.Node) -> int:
+        return self._number(node.target, self._written((node.args, node.kwargs)))
 
     def _sum(self, *parts: Any) -> Terms:
         """The terms of operands, each with its factor."""
@@ -120,7 +122,7 @@ class TakenRows:
 
         def written(x: fx.Node) -> str:
             terms = self._of_input(x).items()
-            return str(sorted((term.function, term.row is None, factor) for term, factor in terms))
+            return str(sorted(str((term.function, term.row is None, factor)) for term, factor in terms))
 
         return str(fx.map_arg(args, written))
 
