@@ -672,6 +672,25 @@ def sorted_by_experts(net, x, z, y, w, mask):
     return (net.body(z)[order] * net.codes[expert]).square().mean()
 
 
+def behind_experts(net, z):
+    """Experts take the rows that chose them, and add to these."""
+    choice = net.head(z).argmax(-1)
+    order = choice.argsort()
+    made = net.body(z[order]) * net.codes[choice[order]]
+    return z + torch.zeros_like(z).index_add(0, order, made)
+
+
+@loss
+def a_mean_behind_experts(net, x, z, y, w, mask):
+    return F.cross_entropy(net.head(behind_experts(net, z)), y)
+
+
+@loss
+def centered_behind_experts(net, x, z, y, w, mask):
+    made = net.body(behind_experts(net, z))
+    return (made - made.mean(0)).square().mean()
+
+
 @loss
 def balance_of_counts(net, x, z, y, w, mask):
     shares = torch.histc(net.head(z).argmax(-1).float(), WORDS, 0, WORDS - 1) / len(z)

@@ -84,8 +84,8 @@ def pointwise(flow: Flow, node: fx.Node) -> Rows:
         operands = [x for x in node.args[_OPERANDS[packet]] if isinstance(x, fx.Node)]
     is_sum = argument(node, "reduction") in _SUMMING
     dims = max(len(shape_of(x)) for x in operands) if is_sum else len(shape_of(node))
-    has_lost = any(flow.has(x, Form.LOST) and is_float(x) for x in operands)
-    rows = LOST if has_lost else each(flow.aligned(operands, dims))
+    # Beside rows, what is lost from sight is another part of them, as what experts add to what they sort.
+    rows = LOST if any(x in flow.single for x in operands) else each(flow.aligned(operands, dims))
     result = flow.total(operands) if is_sum else rows
     if any(map(flow.is_sum, operands)):
         if packet in _ADDITIONS and rows.form is Form.EACH:
