@@ -37,12 +37,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if slow.search(collection_path.read_text()) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest's own leaves out by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Workers take whole files in this order: first those that wait, then those with the most slow tests."""
+    mark_variations(items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item.get_closest_marker("waits") is None, -slow[item.path]))
     if config.getoption("--fast"):
         items[:] = [item for item in items if item.get_closest_marker("slow") is None]
+
+
+def mark_variations(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test that its ``in_ci`` does not name.  Raises UsageError for a name of no case."""
+    cases: dict[tuple[str, ...], dict[str, pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("in_ci")
+        if mark is not None and isinstance(item, pytest.Function):
+            of_test = cases.setdefault((item.nodeid.partition("[")[0], *mark.args), {})
+            of_test[item.callspec.id] = item
+    for (name, *named), of_test in cases.items():
+        if len(of_test) > 1 and (unknown := {*named} - {*of_test}):  # one may have been asked for by its name
+            raise pytest.UsageError(
+                f"{name} has no case {' or '.join(map(repr, sorted(unknown)))}: see its in_ci"
+            )
+        for case in {*of_test} - {*named}:
+            of_test[case].add_marker(pytest.mark.variation)
 
 
 def pytest_collection_finish() -> None:

@@ -122,6 +122,7 @@ def here(printed, directory, monkeypatch) -> Path:
     return directory
 
 
+@pytest.mark.variation
 def test_pages_on_ranks(ranks):
     blocks = sum(len(docs_worker.python(page, local=False)) for page in ON_RANKS)
     calls = sum(len(started(page)) for page in COMMANDS)

@@ -35,6 +35,7 @@ def printed(directory) -> str:
     return ran.stdout[0]
 
 
+@pytest.mark.variation
 def test_text_is_trained_evaluated_and_kept(printed, directory):
     assert "step    2  loss" in printed
     assert fxpipe.read_checkpoint(directory / "build/text").step_number == 2

@@ -96,6 +96,7 @@ def test_a_mask_is_dropped_by_its_value(case: str) -> None:
     assert masks.needed == [needed] * 3
 
 
+@pytest.mark.in_ci("causal-6", "infinite-12", "a part of a buffer-24", "written later-6", "a window-1")
 @pytest.mark.parametrize("block", [1, LENGTH, 2 * LENGTH, 4 * LENGTH])
 @pytest.mark.parametrize("case", ["causal", "infinite", "of each row of the batch", "a window over all",
                                   "nothing masked", "a window", "written later", "an attribute",
@@ -197,6 +198,7 @@ def test_layers_with_masks_of_their_own_have_one_function_and_one_triangle() -> 
     assert_equals_eager(layers, lambda rows: (torch.randn(rows, LENGTH, WIDTH),), ranks=2)
 
 
+@pytest.mark.in_ci("False")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_mask_in_a_buffer_that_the_step_changes_stays(in_place: bool) -> None:
     class Changing(Attentions):
@@ -233,6 +235,7 @@ def test_with_other_keys_than_queries_kernels_differ_in_what_is_causal() -> None
     assert masks.needed == ["dense"] * 3
 
 
+@pytest.mark.in_ci("a part of a buffer-True")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="fake attention has its sums in float32")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", ["infinite", "a part of a buffer"])

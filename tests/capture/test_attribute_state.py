@@ -30,6 +30,7 @@ MODELS = [
 ALIKE = [worker.InANamedTuple, worker.Nested, worker.Swaps]
 
 
+@pytest.mark.in_ci("Recurrent", "InPlace")
 @pytest.mark.parametrize(
     "model", slow_except(MODELS, worker.Recurrent, worker.InPlace, worker.Moves, variations=ALIKE)
 )

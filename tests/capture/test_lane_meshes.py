@@ -90,6 +90,7 @@ PLACEMENTS = {
 }
 
 
+@pytest.mark.in_ci("one dimension twice")
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_gradients_are_those_of_the_plain_model(mesh, name):
     torch.manual_seed(0)
@@ -175,6 +176,7 @@ class Drawn(Table):
         return x + (nn.functional.dropout(shares) @ self.down).full_tensor()
 
 
+@pytest.mark.variation
 def test_numbers_for_a_share_of_two_of_three_dimensions_are_refused():
     with fxpipe.local_lanes((2, 2, 2), names=("a", "b", "c")) as mesh:
         net, whole = Net(Drawn()), [Replicate()] * 2

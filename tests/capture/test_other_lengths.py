@@ -125,6 +125,7 @@ def in_windows(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return mixed
 
 
+@pytest.mark.in_ci("16-4")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("length", "window"), [(24, 8), (16, 8), (16, 4), (96, 32)])
 def test_multiples_of_a_window(length, window):

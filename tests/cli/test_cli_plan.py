@@ -138,6 +138,7 @@ def test_fused_kernels_post_validation_and_a_head_in_parts(capsys):
     assert ahead["memory"] > plain["memory"]
 
 
+@pytest.mark.variation
 def test_lanes_are_compared_as_ranks_are(capsys):
     given = ["--devices", "8", "--nodes", "2", "--batch", "64"]
     here = [f"{__name__}:over"]

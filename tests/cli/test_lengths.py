@@ -83,6 +83,7 @@ def lengths_of(way: Way) -> list[int]:
     return [each.length for each in step]
 
 
+@pytest.mark.variation
 def test_ways_to_put_samples_into_microbatches():
     longest, buckets, *packed = packer(RANKS).ways([STEP], (128, 256))
     assert lengths_of(longest) == [512] * 8

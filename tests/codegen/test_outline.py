@@ -173,6 +173,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 VARIATIONS = ("plain", "recompute", "offload", "numbers", "names")
 
 
+@pytest.mark.in_ci("random", "rates")
 @pytest.mark.parametrize("name", slow_except(STEPS, "random", "bare", variations=VARIATIONS))
 def test_a_step_is_the_same(monkeypatch, name):
     model, options = STEPS[name]
@@ -191,6 +192,7 @@ def test_a_step_is_the_same(monkeypatch, name):
     assert found.peak_saved == expected.peak_saved
 
 
+@pytest.mark.in_ci("reversible", "multi_output")
 @pytest.mark.parametrize(
     "name",
     slow_except(
@@ -269,6 +271,7 @@ def test_lines_do_not_grow_with_the_number_of_layers():
     assert lines(24) <= lines(12) + 10
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_layers_that_the_backward_repeats():
     """What the repeated forward of a layer gives to its backward is one record, in the same section."""

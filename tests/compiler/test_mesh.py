@@ -201,6 +201,7 @@ def in_turns(model, mesh):
     parallelize_module(model, mesh, styles)
 
 
+@pytest.mark.variation
 def test_lanes_win_where_there_is_one_microbatch(capsys):
     on_a_machine = {"batch": ROWS, "devices": 4, "ranks_per_machine": 4}
     pipe = compiled(**on_a_machine, parallelize=in_turns)

@@ -155,6 +155,7 @@ class Dropped(nn.Module):
         return F.dropout(self.last(y), 0.5).square().mean()
 
 
+@pytest.mark.variation
 def test_dropout_keeps_truth_values() -> None:
     """A byte for each element instead of four; the numbers are those that are drawn without the rule."""
     length = 128

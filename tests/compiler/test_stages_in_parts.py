@@ -115,6 +115,7 @@ def test_views_of_what_another_part_has_made_keep_all_of_it():
     assert measured[0] == peaks[0]
 
 
+@pytest.mark.variation
 def test_as_many_parts_as_the_limit_of_divided_parameters_needs():
     whole = sum(p.nbytes for p in Net().parameters())
 
@@ -144,6 +145,7 @@ def test_parameters_of_several_parts_are_there_once():
     check_against_eager(pipe, Twice)
 
 
+@pytest.mark.variation
 def test_parameters_that_are_cast_once_a_step_are_there_for_it():
     limit = 2.5 * sum(p.nbytes for p in Net().float().parameters())
     given = {"model": lambda: Net().float(), "ranks": 1, "replicas": 4, "parts": 8, "shard": "parameters"}

@@ -192,6 +192,7 @@ def test_without_torchrun_there_is_one_machine(monkeypatch):
 # -- plans of one device on another --------------------------------------------------------------------
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_on_another_device_and_at_other_sizes():
     """As a compilation for it."""
@@ -207,6 +208,7 @@ def test_on_another_device_and_at_other_sizes():
     assert pipe.simulate(device="B200").seconds < pipe.simulate().seconds
 
 
+@pytest.mark.in_ci("optimizer")
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_replicas_on_another_device_exchange_over_its_links(shard):

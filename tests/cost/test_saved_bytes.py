@@ -28,6 +28,7 @@ VARIATIONS += [(name, shape) for name in ("llama", "t5") for shape in SHAPES[1:]
 VARIATIONS += [("encoder_decoder", SHAPES[-1])]
 
 
+@pytest.mark.in_ci("gpt2-2-1f1b", "gpt2-4-zb-h1", "unet-2-zb-h1-2v", "transformer_layer-4-zb-h1")
 @pytest.mark.parametrize(
     ("name", "shape"),
     [pytest.param(*run, marks=[pytest.mark.variation] if run in VARIATIONS else []) for run in RUNS],

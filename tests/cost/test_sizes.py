@@ -162,6 +162,7 @@ def words(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"ids": torch.randint(11, (rows, length))}
 
 
+@pytest.mark.in_ci("1-strided")
 @pytest.mark.parametrize(
     ("model", "batch", "split"),
     [(NextWord, words, "head"), (Strided, signals, "out")],
@@ -173,6 +174,7 @@ def test_sums_and_fractions_of_a_length(model, batch, split, rows):
     check_at_other_lengths(model(), batch, split, rows)
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_a_stride_that_is_no_multiple_of_the_one_below():
     check_at_other_lengths(Shifted(), signals, "out", 2)

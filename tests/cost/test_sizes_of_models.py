@@ -16,6 +16,7 @@ def text(rows: int, length: int, target: int | None = None) -> dict[str, torch.T
     return {"input_ids": ids, "labels": torch.randint(1, VOCABULARY, (rows, target or length))}
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("model", "split"),
     [

@@ -126,6 +126,7 @@ def compiled(lanes: int, model: nn.Module, experts: str = "", more=(), **options
     return pipe
 
 
+@pytest.mark.in_ci("4-{'attention': 'window'}-{'recompute': 'full', 'parts': 'exchanges', 'schedule': 'zb'}")
 @pytest.mark.parametrize(
     ("lanes", "model", "options"),
     [
@@ -176,6 +177,7 @@ class Heads(nn.Module):
         return {"loss": F.cross_entropy(self.last(y.transpose(1, 2).flatten(2)).transpose(1, 2), labels)}
 
 
+@pytest.mark.in_ci("1-1-4-1")
 @pytest.mark.parametrize(
     ("queries", "keys", "lanes", "of_lane"),
     [
@@ -211,10 +213,12 @@ def test_as_few_heads_as_lanes_share(queries, keys, lanes, expected):
     assert heads.Heads.over(queries, keys, lanes) == expected
 
 
+@pytest.mark.variation
 def test_a_mixture_without_a_style_equals_eager():
     check_against_eager(compiled(2, Decoder(mixture=True)), Decoder(mixture=True))
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("tokens", ["divided", pytest.param("whole", marks=pytest.mark.variation)])
 def test_experts_of_divided_tokens_equal_eager(tokens):
     pipe, expected = compiled(2, Decoder(mixture=True), tokens), Decoder(mixture=True)
@@ -240,6 +244,7 @@ def test_labels_may_be_divided_and_outputs_are_whole():
     assert relative_error(found, expected(**batch(3))["logits"]) <= LIMIT
 
 
+@pytest.mark.variation
 def test_models_of_transformers():
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -355,6 +360,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.in_ci("half of the tokens", "marks of the largest")
 @pytest.mark.parametrize("name", with_variations(RIGHT, ["squares"]))
 def test_values_along_the_sequence_equal_eager(name):
     model, rows = Computed(RIGHT[name]), {"x": torch.randn(4, 8, WIDTH)}

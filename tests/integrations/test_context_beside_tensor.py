@@ -52,6 +52,7 @@ def compiled(sizes, model: nn.Module, plan=PLAN, experts: str = "", **options) -
     return pipe
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("sizes", "model", "plan", "options"),
     [
@@ -96,6 +97,7 @@ def test_a_sum_of_gradients_over_other_lanes_is_told(pipe):
         assert not check_artifact(edited).holds
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("tokens", ["divided", pytest.param("whole", marks=pytest.mark.variation)])
 def test_experts_are_over_all_lanes(tokens):
     plan = {path: style for path, style in PLAN.items() if path not in LAYERS}
@@ -107,6 +109,7 @@ def test_the_vocabulary_is_split_over_the_ranks():
     check_against_eager(compiled((2, 2), Decoder(), vocab_parallel=True), Decoder())
 
 
+@pytest.mark.variation
 def test_models_of_transformers():
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -162,6 +165,7 @@ def test_a_mesh_of_two_dimensions_needs_context():
         parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, plan={"0": "colwise"})
 
 
+@pytest.mark.variation
 def test_a_trace_makes_no_group_of_processes(monkeypatch):
     """Rank 0 may trace alone, and a group is made by all."""
 

@@ -64,6 +64,7 @@ def check_against_eager(pipe: fxpipe.Pipeline, expected: nn.Module) -> None:
     assert too_far(found.grads, grads, LIMIT) == {}
 
 
+@pytest.mark.in_ci("divided-4-{'recompute': 'full', 'parts': 'exchanges', 'schedule': 'zb'}")
 @pytest.mark.parametrize(
     ("tokens", "lanes", "options"),
     [
@@ -107,6 +108,7 @@ def test_programs_that_exchange_otherwise_are_told():
         assert not edited.check().holds, after
 
 
+@pytest.mark.variation
 def test_three_lanes_with_tokens_that_three_does_not_divide():
     check_against_eager(compiled(3, Net(6), tokens="divided"), Net(6))
 
@@ -179,6 +181,7 @@ class Skipping(Experts):
         return torch.einsum("te,etw->tw", counts[:, :-1], each)
 
 
+@pytest.mark.in_ci("divided")
 @pytest.mark.parametrize("tokens", ["whole", "divided"])
 def test_a_forward_that_skips_experts_gets_the_number_behind_its_own(tokens):
     model = Net()

@@ -172,6 +172,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 LISTS = {"dimensions": {"rows": 2, "sequence": worker.LENGTH}, "example": longest(), "microbatches": 3}
 
 
+@pytest.mark.in_ci("Counts")
 @pytest.mark.parametrize("make", [worker.Means, worker.Counts])
 def test_a_collator_that_makes_lists(make, tmp_path):
     """Of microbatches in which rows are about equally long, beside one padded batch."""
@@ -214,6 +215,9 @@ def test_lists_that_are_refused(small):
         small(pipeline=LISTS, **made, compute_loss_func=halved).train()
 
 
+@pytest.mark.in_ci(
+    "a mean over the labels of a step", "smoothed labels, counted", "microbatches of several lengths"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_norms_and_rates_of_one_rank(case, tmp_path):
     make, more, options, given = CASES[case]

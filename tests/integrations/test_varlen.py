@@ -210,6 +210,7 @@ def compiled(model: nn.Module, **options: object) -> fxpipe.Pipeline:
     return fxpipe.compile(model, microbatch(LENGTH), **(given | options))
 
 
+@pytest.mark.in_ci("full")
 @pytest.mark.parametrize("recompute", [False, "full"])
 def test_documents_are_data_of_a_pipeline(tmp_path, recompute):
     model = Packed()
@@ -237,6 +238,7 @@ def test_documents_are_data_of_a_pipeline(tmp_path, recompute):
     torch.testing.assert_close(fxpipe.load(tmp_path / "saved").run_local(batch).grads, result.grads)
 
 
+@pytest.mark.in_ci("ends1-5 before 3 in 'ends'")
 @pytest.mark.parametrize(
     ("ends", "wrong"),
     [
@@ -262,6 +264,7 @@ def test_boundaries_that_are_none(ends, wrong):
     assert pipe.step_number == 1
 
 
+@pytest.mark.in_ci("None")
 @pytest.mark.parametrize("dimensions", [None, {"sequence": 16}])
 def test_boundaries_of_a_whole_batch(dimensions, tmp_path):
     """Each microbatch has its own, whether or not a dimension has a name."""
@@ -378,6 +381,7 @@ class Rotated(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.in_ci("True")
 @pytest.mark.parametrize("masks", [False, True])
 def test_packed_samples_that_look_at_each_other(masks):
     """A warning with the first step that has several in a row, and no other."""

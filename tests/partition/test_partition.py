@@ -67,6 +67,7 @@ def seconds_of_ops(stage: Stage) -> float:
     return sum(phases) - len(phases) * CPU.stage_overhead
 
 
+@pytest.mark.in_ci("4")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_largest_stage_is_within_5_percent_of_the_best(ranks, record_property):
     pipe = large_pipeline(ranks)
@@ -83,6 +84,7 @@ def test_largest_stage_is_within_5_percent_of_the_best(ranks, record_property):
     assert even > 1.1 * best  # the head makes a split by layers uneven: the test is worth something
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.variation)])
 def test_of_equally_light_cuts_one_between_layers_is_taken(schedule):
     """One within a layer, between its attention and its MLP, is as light and within the slack as well."""
@@ -203,6 +205,7 @@ def test_more_stages_than_places_to_cut():
 # -- colors ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_ci("unet", "gradient_penalty")
 @pytest.mark.parametrize("name", ["tied_thrice", "encoder_decoder", "unet", "teacher", "gradient_penalty"])
 def test_values_go_down_the_stages_forward_and_up_backward(name):
     case = CASES[name]

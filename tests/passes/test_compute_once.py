@@ -67,6 +67,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.in_ci("three ranks", "vocabulary")
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_are_those_of_autocast(name):
     case, shape = SHAPES[name]
@@ -155,6 +156,7 @@ def test_the_memory_limit_counts_casts():
     assert raised.value.smallest == 2 * sum(p.nbytes for p in model.parameters()) + 2 * casts + count
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_costs_at_other_lengths():
     given = {"ranks": 2, "microbatches": 2, "schedule": "1f1b", "dimensions": {"sequence": LENGTH}}

@@ -108,6 +108,7 @@ VARIATIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.in_ci("unet-4-zb-h1-v", "checkpointed-4-zb-h1-v", "experts-4-zb-h1-v")
 @pytest.mark.parametrize("shape", with_variations(["2", "4-zb-h1-v"], ["2"]))
 @pytest.mark.parametrize("name", with_variations(NAMES + VARIATIONS, VARIATIONS))
 def test_as_many_flops_as_eager(name, shape):
@@ -191,6 +192,7 @@ def split(request) -> fxpipe.Pipeline:
     return built_and_compiled(CASES[request.param], 4, SHAPES["4-zb-h1"])[1]
 
 
+@pytest.mark.in_ci("tied_head", "learned_tables", "weight_norm")
 def test_weight_sections_hold_weight_gradients_alone(split):
     """Every product in W ends in an accumulator, and W gives nothing to any other section."""
     products = 0

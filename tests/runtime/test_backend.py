@@ -197,6 +197,7 @@ print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
 """
 
 
+@pytest.mark.in_ci("False-32")
 @pytest.mark.slow
 @pytest.mark.parametrize(("started", "found"), [(False, "32"), (True, "None")])
 def test_the_number_of_queues_is_set_where_it_has_an_effect(started, found):

@@ -47,6 +47,7 @@ def test_replicas_end_with_the_gradients_of_eager(tmp_path):
     assert run.code == 0, run
 
 
+@pytest.mark.in_ci("ops wait for sends before them")
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_undone_hangs(name, tmp_path):
     fault, shape, microbatches = FAULTS[name]
@@ -56,6 +57,7 @@ def test_what_is_undone_hangs(name, tmp_path):
     assert re.search(r"[Tt]imed? ?out", run.own + "".join(run.stderr)), run
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_undone_is_wrong(name, tmp_path):
     fault, shape, message = WRONG[name]
@@ -105,6 +107,7 @@ def test_no_step_asks_the_device_for_memory_or_for_a_new_kernel(tmp_path):
     assert run.code == 0, run
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", UNSETTLED)
 def test_what_is_undone_asks_the_device(name, tmp_path):
     fault, shape, message = UNSETTLED[name]

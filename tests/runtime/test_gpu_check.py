@@ -12,6 +12,7 @@ pytestmark = pytest.mark.waits
 OPTIONS = {"schedule": "zb-v", "ranks": 2, "microbatches": 2, "vocab_parallel": "1-barrier"}
 
 
+@pytest.mark.in_ci("memory")
 @pytest.mark.parametrize(
     ("more", "found"),
     [

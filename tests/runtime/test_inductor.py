@@ -138,6 +138,7 @@ def both(case: Case, shape: Shape) -> tuple[fxpipe.Pipeline, fxpipe.Pipeline]:
         return eager, pipe
 
 
+@pytest.mark.in_ci("vocabulary", "views as messages")
 @pytest.mark.parametrize("name", with_variations(SAME, ("plain", "dropout", "offload", "forward")))
 def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch):
     """Loss, gradients, buffers and saved bytes of two steps, each function compiled once."""

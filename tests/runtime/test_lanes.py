@@ -207,6 +207,7 @@ def test_local_lanes_leave_the_hook_of_uncaught_errors_as_it_is():
     assert sys.excepthook is hook
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_processes_have_the_bits_of_one_process_and_the_norm_of_the_whole_model(tmp_path):
     run = forked(4, rank_of_four, "sequence", dtype=torch.float32, logs=tmp_path / "logs")

@@ -208,6 +208,7 @@ def test_saved_and_loaded(tmp_path):
         lost.run_local(batch)
 
 
+@pytest.mark.variation
 def test_costs_at_other_lengths():
     pipe = compiled("llama", offload=True, dimensions={"sequence": 10})
     assert pipe.simulate({"sequence": 10}).peak_memory == pytest.approx(pipe.simulate().peak_memory)

@@ -135,6 +135,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.in_ci("split", "replicas")
 @pytest.mark.parametrize("setting", with_variations(SETTINGS, ["1f1b"]))
 def test_replays_give_the_bits_of_the_ops(setting, monkeypatch):
     monkeypatch.setattr(local_runner, "open_store", lambda tier, size, *_: Memory(size))
@@ -142,6 +143,7 @@ def test_replays_give_the_bits_of_the_ops(setting, monkeypatch):
     check_replays(compiled(words(), ranks=2, **options), partial(batch, replicas=options.get("replicas", 1)))
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("sizes", with_variations([(2,), (2, 2)], [(2,)]))
 def test_replays_of_lanes_draw_the_numbers_of_their_shares(sizes):
     """Of two dimensions, along each of them other lanes draw the same."""
@@ -309,6 +311,7 @@ def rank_of_two(names: Sequence[str], broken: int, zeroes: bool) -> None:
         print("why:", why(pipe))
 
 
+@pytest.mark.in_ci("names0--1-False")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "broken", "zeroes"),

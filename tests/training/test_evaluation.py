@@ -46,6 +46,7 @@ def with_evaluation(case: Case, model: nn.Module, **options) -> fxpipe.Pipeline:
 VARIATIONS = ("two ranks", "one rank", "four ranks", "V of three", "interleaved")
 
 
+@pytest.mark.in_ci("three ranks", "offload")
 @pytest.mark.parametrize("shape", slow_except(SHAPES, "V", variations=VARIATIONS))
 def test_evaluation_between_training_steps(shape, monkeypatch):
     """It gives what model.eval() gives, after each step, and changes nothing."""

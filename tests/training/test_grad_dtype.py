@@ -347,6 +347,7 @@ def test_the_memory_limit_counts_the_wider_gradients():
     assert least(torch.float64) == 5 * weights + count
 
 
+@pytest.mark.variation
 def test_costs_at_other_lengths():
     model = LOW.build()
     given = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "dimensions": {"sequence": LENGTH}}

@@ -153,6 +153,7 @@ def run(directory: Path, names: list[str], goes_on: dict[str, str]) -> None:
     print("equal")
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="its DTensors do not flatten divided tokens")
 @pytest.mark.parametrize(("names", "goes_on"), RUNS, ids=str)

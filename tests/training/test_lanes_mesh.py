@@ -72,6 +72,7 @@ def measured(directory: Path) -> Values:
 
 
 #: With divided rows, the optimizer is divided as well.
+@pytest.mark.variation
 @pytest.mark.parametrize(
     "name",
     with_variations(["whole", *(name for name in MESHES if name != "1 x 2 x 2")], ["2 x 1 x 2"]),

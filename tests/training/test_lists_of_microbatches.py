@@ -90,6 +90,7 @@ def test_programs_hold_the_length_as_a_name(pipe):
     assert "stage0_forward(params, buffers, batches[m], sequence[m])" in first
 
 
+@pytest.mark.in_ci("offload", "replicas", "post", "vocabulary, recompute")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -133,6 +134,7 @@ def test_the_order_of_a_batch_is_the_captured_step(options):
     assert not check(plan, [programs[0], swapped], CapturedStep.from_json(artifact.captured, "x")).holds
 
 
+@pytest.mark.in_ci("zb-h1", "vocabulary, V")
 @pytest.mark.parametrize(
     "options",
     [
@@ -243,6 +245,7 @@ def test_a_word_without_a_row(pipe):
         pipe.run_local(batch)
 
 
+@pytest.mark.variation
 def test_masks_that_are_causal_at_some_lengths_alone():
     """A window as wide as the shortest lists; in training and in evaluation."""
 
@@ -595,6 +598,7 @@ def test_the_mean_over_elements_of_all_microbatches(mean):
     torch.testing.assert_close(result.grads, grads)
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_ranks_share_a_vocabulary_at_any_length(tmp_path):
     run = forked(2, train_split, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")

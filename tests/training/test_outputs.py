@@ -106,6 +106,7 @@ FORMS = {
 }
 
 
+@pytest.mark.in_ci("logits, metric, loss", "nested", "mapping")
 @pytest.mark.parametrize("form", FORMS)
 def test_the_loss_in_an_output(form):
     make, loss_of = FORMS[form]
@@ -288,6 +289,7 @@ class Network(Chain):
 FORWARD = [name for name in SHAPES if name not in ("recompute", "offload")]
 
 
+@pytest.mark.in_ci("V of three", "interleaved", "split points")
 @pytest.mark.parametrize("shape", slow_except(FORWARD, "one rank", "two ranks", "V"))
 def test_inference_without_labels_or_loss(shape):
     torch.manual_seed(0)

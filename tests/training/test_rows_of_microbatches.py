@@ -205,6 +205,14 @@ def rated(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(rows, length, 4), "y": torch.randn(rows, length, 4), "mask": mask}
 
 
+@pytest.mark.in_ci(
+    "time-mean",
+    "time-divided by a number",
+    "time-mean of a mask",
+    "rows-mean",
+    "rows-divided by rows",
+    "rows-sum of a mask",
+)
 @pytest.mark.parametrize("name", [*LOSSES])
 @pytest.mark.parametrize(
     "dimensions",

@@ -16,6 +16,7 @@ from fxpipe.errors import ArtifactError
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.variation
 def test_a_llama_on_the_meta_device():
     """Its rotary frequencies are buffers that its file does not hold."""
     config = LlamaConfig(

@@ -62,6 +62,7 @@ def train(directory) -> None:
         assert not held.any()
 
 
+@pytest.mark.variation
 def test_it_trains_as_one_process(tmp_path):
     run = forked(LANES, train, tmp_path, dtype=torch.float64, logs=tmp_path)
     assert run.code == 0, run

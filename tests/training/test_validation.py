@@ -50,6 +50,7 @@ def test_faults_are_caught(tmp_path):
 VARIATIONS = ("zb-v, tied", "2 replicas, ZeRO 1")
 
 
+@pytest.mark.in_ci("2 replicas, ZeRO 3, tied")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", with_variations([*worker.PIPELINES][1:], VARIATIONS))
 def test_the_values_are_those_of_a_barrier(name, tmp_path):

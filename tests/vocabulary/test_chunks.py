@@ -40,6 +40,7 @@ def largest(pipe: fxpipe.Pipeline) -> int:
 PRODUCTS = [getattr(torch.ops.aten, op).default for op in ("mm", "addmm", "addmm_")]
 
 
+@pytest.mark.in_ci("plain", "tied", "smoothed", "z-loss", "sum and count")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_whole_head(name):
     options, loss = CASES[name]
@@ -79,6 +80,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.in_ci("tied-1-barrier", "z-loss-2-barrier")
 @pytest.mark.parametrize(("name", "barriers"), SHARDED)
 def test_gradients_are_those_of_the_whole_head_with_shards(name, barriers):
     """A shard has 25 words: no value of the step has them for all tokens."""

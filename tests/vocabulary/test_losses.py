@@ -108,6 +108,21 @@ def batch_of_labels(rows: int = ROWS * MICROBATCHES):
     return {**batch, "labels": batch["labels"].clamp(min=0)}
 
 
+@pytest.mark.in_ci(
+    "gathered-settings0",
+    "masked-settings3",
+    "clipped-settings5",
+    "shifted-settings8",
+    "indexed-settings11",
+    "beside_logsumexp-settings14",
+    "in_float32-settings17",
+    "in_bfloat16-settings20",
+    "along-settings23",
+    "turned-settings26",
+    "turned_and_smoothed-settings29",
+    "by_two-settings32",
+    "alike-settings34",
+)
 @pytest.mark.parametrize(
     ("loss", "settings"),
     [*((loss, s) for loss in LOSSES for s in SETTINGS if (loss, s) not in NOT), *BOTH],

@@ -90,6 +90,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.in_ci("gpt2-3-zb-h1-2-barrier", "t5-2-zb-v-2-barrier")
 @pytest.mark.parametrize(("name", "ranks", "schedule", "barriers"), RUNS)
 def test_models_have_the_gradients_of_one_process(
     name: str, ranks: int, schedule: str, barriers: str
@@ -240,6 +241,12 @@ def words(loss: Callable[[torch.Tensor, torch.Tensor], Any], **options: Any) -> 
     return Case(lambda: Words(loss, **options).double(), batch)
 
 
+@pytest.mark.in_ci(
+    "shifted-1-barrier",
+    "no reduction-1-barrier",
+    "capped, smoothed-1-barrier",
+    "columns filled in place-1-barrier",
+)
 @pytest.mark.parametrize("barriers", with_variations(["1-barrier", "2-barrier"], ["2-barrier"]))
 @pytest.mark.parametrize("form", with_variations(FORMS, ("mean", "smoothed", "temperature")))
 def test_forms_of_the_loss(form: str, barriers: str) -> None:
@@ -259,6 +266,7 @@ def test_z_loss(barriers: str) -> None:
     agrees(case, spread(case, 2, "1f1b", barriers), 1e-10)
 
 
+@pytest.mark.in_ci("tied, padded", "by @")
 @pytest.mark.parametrize(
     "options",
     [{"tied": True}, {"bias": False}, {"tied": True, "padding": 3}, {"scale": 2e4}, {"by_operator": True}],
@@ -310,6 +318,7 @@ class Overflowing(Words):
         return (losses * torch.where(labels.flatten() == 9, torch.inf, 1.0)).sum()
 
 
+@pytest.mark.in_ci("2-barrier")
 @pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
 def test_infinite_rows_and_nan_stay_where_they_are_without_shards(barriers: str) -> None:
     """The first row of a shard is infinite: only words that have it see that.  The gradient of one word is
@@ -387,12 +396,14 @@ def test_ids_and_labels_that_no_shard_has_are_errors(barriers: str, ignored: int
                 pipe.run_local(wrong)
 
 
+@pytest.mark.in_ci("2-barrier")
 @pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
 def test_columns_that_are_masked(barriers: str) -> None:
     case = words(masked_columns)
     agrees(case, spread(case, 3, "zb-h1", barriers), 1e-10)
 
 
+@pytest.mark.in_ci("2-barrier-50")
 @pytest.mark.parametrize(
     ("barriers", "words"), [("1-barrier", WORDS), ("2-barrier", WORDS), ("1-barrier", NOT_PADDED)]
 )
@@ -711,6 +722,7 @@ def test_auto_takes_two_barriers_where_one_is_not_enough() -> None:
     assert len({attempt.stages_per_rank for attempt in pipe.plan.tried if attempt.barriers}) == 2
 
 
+@pytest.mark.variation
 def test_auto_decides_by_simulated_time() -> None:
     """A large vocabulary is spread, one of a few words is not."""
     large, small = (
@@ -741,6 +753,7 @@ def test_an_unknown_choice() -> None:
 # -- evaluation -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_ci("gpt2-1-barrier-1f1b")
 @pytest.mark.parametrize(
     ("name", "vocab_parallel", "schedule"),
     [
@@ -774,6 +787,7 @@ def test_evaluation_gives_the_loss_alone(name: str, vocab_parallel: str | bool, 
     assert not any("mm" in str(n.target) for n in behind)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("barriers", with_variations(["1-barrier", "2-barrier"], ["1-barrier"]))
 def test_costs_for_other_sizes_are_those_of_a_compilation_at_them(barriers: str) -> None:
     def compiled(rows: int, length: int, dimensions: dict[str, int] | None) -> fxpipe.Pipeline:

@@ -52,6 +52,7 @@ EVALUATED = (
 )  # fmt: skip
 
 
+@pytest.mark.in_ci("tied_head", "batch_norm", "reassigned_buffers", "sum_and_count")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in EVALUATED else [pytest.mark.variation]) for name in CASES],
@@ -90,6 +91,7 @@ def test_every_shape(ranks, schedule, stages):
 
 
 # Each number and each schedule: the other diagonals of this square are variations.
+@pytest.mark.in_ci("2-1f1b")
 @pytest.mark.parametrize(
     ("microbatches", "schedule"),
     [

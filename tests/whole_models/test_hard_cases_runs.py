@@ -39,6 +39,7 @@ SHAPES = [Shape(1), Shape(2, "gpipe", 2, "v"), Shape(4, "zb-h1")]
 # -- random numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_ci("dropout", "checkpointed_dropout")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_depend_on_no_rank_and_no_schedule(name):
@@ -190,6 +191,7 @@ def test_example_in_channels_last():
     check_against_eager(Case(CASES["unet"].model, batch), 4, Shape(4, "zb-h1"))
 
 
+@pytest.mark.in_ci("in_place", "sum_and_count")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     "name", ["channels_last", "tied_thrice", "reassigned_buffers", "in_place", "sum_and_count"]

@@ -22,6 +22,7 @@ def compiled(model, example, **options):
     )
 
 
+@pytest.mark.in_ci("gpt2")
 @pytest.mark.parametrize(
     "name",
     [

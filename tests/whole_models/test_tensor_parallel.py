@@ -48,11 +48,13 @@ def check_against_eager(pipe: fxpipe.Pipeline, microbatches: int = 3) -> None:
 VARIATIONS = ("columns and rows", "embedding by columns", "uneven", "vocabulary")
 
 
+@pytest.mark.in_ci("experts", "loss")
 @pytest.mark.parametrize("plan", with_variations(PLANS, VARIATIONS))
 def test_each_plan_of_torch_equals_eager(plan):
     check_against_eager(compiled(plan))
 
 
+@pytest.mark.variation
 def test_every_family_equals_eager():
     with captured_once("lanes"):
         for schedule in ("interleaved", "zb-h1", "zb-v"):  # below: 1f1b
@@ -69,6 +71,7 @@ def test_three_lanes_share_what_three_divides():
     check_against_eager(compiled("vocabulary", lanes=3))
 
 
+@pytest.mark.variation
 def test_five_lanes_share_what_five_does_not_divide():
     pipe = compiled("uneven", lanes=5, ranks=1, schedule="1f1b")
     check_against_eager(pipe)
