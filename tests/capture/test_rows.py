@@ -691,6 +691,70 @@ def centered_behind_experts(net, x, z, y, w, mask):
     return (made - made.mean(0)).square().mean()
 
 
+def places_in_experts(net, z):
+    """[rows, experts]: how many of the rows before chose the same expert, and whether a row did."""
+    chosen = F.one_hot(net.head(z).argmax(-1), WORDS)
+    return chosen.cumsum(0) - 1, chosen
+
+
+@loss
+def experts_with_a_capacity(net, x, z, y, w, mask):
+    places, chosen = places_in_experts(net, z)
+    taken = chosen * torch.lt(places, 2)
+    return (net.body(z)[:, :WORDS] * taken.to(z.dtype)).square().mean()
+
+
+@loss
+def experts_with_a_capacity_of_each(net, x, z, y, w, mask):
+    places, chosen = places_in_experts(net, z)
+    return (net.body(z)[:, :WORDS] * ((places * chosen).sum(-1, keepdim=True) < 1)).square().mean()
+
+
+def with_a_separator(net, x):
+    """Of each row a value of its own, between parameters."""
+    for row in net.body(x):
+        grid = torch.cat([row.reshape(2, -1, WIDTH), net.codes[:1].expand(2, 1, -1)], dim=1)
+        yield torch.cat([grid.reshape(-1, WIDTH), net.codes[:1]])
+
+
+@loss
+def with_a_separator_and_undivided(net, x, z, y, w, mask):
+    return sum(row.square().mean() for row in with_a_separator(net, x))
+
+
+@loss
+def with_a_separator_and_divided(net, x, z, y, w, mask):
+    return sum(row.square().mean() for row in with_a_separator(net, x)) / len(x)
+
+
+@loss
+def a_mean_and_rows_one_by_one(net, x, z, y, w, mask):
+    total = each_loss(net, z, y).mean()
+    for row in net.body(x):
+        total = total + row.square().mean() / len(x)
+    return total
+
+
+@loss
+def a_mean_and_rows_undivided(net, x, z, y, w, mask):
+    total = each_loss(net, z, y).mean()
+    for row in net.body(x):
+        total = total + row.square().mean()
+    return total
+
+
+@loss
+def a_mean_added_to_each_row(net, x, z, y, w, mask):
+    mean = each_loss(net, z, y).mean()
+    return sum((row.square().mean() + mean).tanh() for row in net.body(x)) / len(x)
+
+
+@loss
+def a_mean_for_each_row(net, x, z, y, w, mask):
+    mean = each_loss(net, z, y).mean()
+    return sum(row.square().mean() / len(x) + mean for row in net.body(x))
+
+
 @loss
 def balance_of_counts(net, x, z, y, w, mask):
     shares = torch.histc(net.head(z).argmax(-1).float(), WORDS, 0, WORDS - 1) / len(z)

@@ -45,7 +45,7 @@ from fxpipe.capture.rows.place import Place
 from fxpipe.capture.rows.taken import LINEAR, TakenRows
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import OpOverload
-from fxpipe.ir.dims import TRANSPOSES, is_pointwise, through
+from fxpipe.ir.dims import SUMS, TRANSPOSES, is_pointwise, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.storage import call_nodes, graph_outputs, leading_to, may_draw_numbers
@@ -92,6 +92,8 @@ _RULES: dict[Any, Rule] = {packet: rule for family, rule in _OF_FAMILIES for pac
     aten.tril: reductions.triangle,
     aten.triu: reductions.triangle,
 }
+#: Ops by which integers that say an order still do.
+_KEEPING = families.SHAPES | TRANSPOSES | families.PARTS | SUMS | families.POINTWISE
 #: Ops that put values side by side.
 _SIDE_BY_SIDE = families.JOINED | families.INSERTED | families.PLACED | {aten.copy, aten.masked_scatter}
 
@@ -150,12 +152,17 @@ class RowAnalysis(Flow):
         is_plus_told = plus is not None and (rows.form is Form.LOST or not reductions.is_affine(self, node))
         if plus is not None and is_plus_told:
             self.told[plus], plus = STATISTIC, None
+        keeps_order = is_pointwise(node) or packet_of(node) in _KEEPING
+        is_order = reductions.is_integer(node) and (
+            rows.is_order or (keeps_order and any(x.is_order for x in operands))
+        )
         if rows.form is Form.LOST:
             rows = self._follow_taken(node)
         self.of[node] = rows._replace(
             is_data=self._is_data(node),
             is_whole=node not in self.told and not is_plus_told and all(x.is_whole for x in operands),
             is_told=node in self.told or any(x.form is Form.SUMMED and x.is_told for x in operands),
+            is_order=is_order,
             plus=plus if rows.form is Form.EACH else None,
         )
 
@@ -204,12 +211,16 @@ class RowAnalysis(Flow):
         several otherwise."""
         packet = packet_of(node)
         rows = frozenset[int]().union(*(self.single[x] for x in input_nodes(node) if x in self.single))
-        if node in self.single or not rows or packet in _SIDE_BY_SIDE:
+        if node in self.single or not rows or (packet in _SIDE_BY_SIDE and len(rows) > 1):
             return LOST
         by_number = packet in (aten.div, aten.mul) and not isinstance(node.args[1], fx.Node)
-        is_scaled = by_number and not node.kwargs
-        if len(rows) == 1 or packet in LINEAR or is_scaled:
+        is_linear = packet in LINEAR or (by_number and not node.kwargs)
+        sums = [x for x in input_nodes(node) if self.is_sum(x) or x in self.added]
+        if sums and (len(sums) > 1 or not is_linear):
+            return self.tell(node, STATISTIC, LOST)
+        if len(rows) == 1 or is_linear:
             self.single[node] = rows
+            self.added.update([node] if sums else [])
             return SUMMED if len(rows) == self.rows and is_number(node) else LOST
         return self.tell(node, BY_PLACE, LOST)
 

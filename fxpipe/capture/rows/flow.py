@@ -40,8 +40,9 @@ class Flow:
     microbatch has.  ``on_lanes``: whether lanes exchange values.  ``constants``: by name.  ``changing``:
     inputs that are other ones in each microbatch without being of the batch.  ``taken``: of a value, the ops
     that take one row of it by its number, each with that.  ``single``: the numbers of the rows of which such
-    values are made.  ``split``: ops that make groups of rows, with the dimension of these.  ``is_unsure``:
-    whether an op on a single row may do another thing with several."""
+    values are made.  ``added``: those of them to which a sum over all rows was added.  ``split``: ops that
+    make groups of rows, with the dimension of these.  ``is_unsure``: whether an op on a single row may do
+    another thing with several."""
 
     def __init__(self, rows: int, on_lanes: bool, constants: Mapping[str, torch.Tensor]) -> None:
         self.of: dict[fx.Node, Rows] = {}
@@ -50,6 +51,7 @@ class Flow:
         self.changing, self.is_unsure = set[fx.Node](), False
         self.taken: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         self.single: dict[fx.Node, frozenset[int]] = {}
+        self.added = set[fx.Node]()
         self.split: dict[fx.Node, int] = {}
 
     def has(self, x: object, form: Form) -> bool:

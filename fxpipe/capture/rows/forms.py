@@ -36,6 +36,7 @@ class Rows(NamedTuple):
     ``is_whole``: whether nothing that it is made of was told.
     ``is_count``: of a sum, whether nothing but other sums was added.
     ``is_told``: of a sum, whether an op on the way to it was told.
+    ``is_order``: whether integers say how many of the rows before each had something, as places in a queue.
     ``plus``: the op that added a sum to a part for each row, which a mean over them may take.
     """
 
@@ -45,6 +46,7 @@ class Rows(NamedTuple):
     is_whole: bool = True
     is_count: bool = True
     is_told: bool = False
+    is_order: bool = False
     plus: fx.Node | None = None
 
 

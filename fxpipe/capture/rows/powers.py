@@ -131,6 +131,12 @@ class RowPowers:
             case _ if packet in _PRODUCTS:
                 first = _PRODUCTS[packet]
                 return _alike([powers[first] + powers[first + 1], *powers[:first]])
+            case aten.add | aten.sub | aten.rsub if node in self.flow.added and not of_numbers:
+                # A sum over the rows beside one of them, which gets its power with the last of these.
+                return _alike(
+                    power - (x not in self.flow.single)
+                    for x, power in zip(node.args[:2], powers, strict=False)
+                )
             case aten.add | aten.sub | aten.rsub if "alpha" not in of_numbers:
                 return _alike(self._terms(node) if is_guarded else powers[:2])
             case _ if packet in _GUARDS:

@@ -23,6 +23,7 @@ from fxpipe.capture.rows.forms import (
     is_float,
     packet_of,
     shape_of,
+    value_of,
 )
 from fxpipe.capture.rows.place import without
 from fxpipe.ir.builder import node_arg
@@ -39,6 +40,7 @@ _OF_SUMS = families.SHAPES | TRANSPOSES | families.PARTS | families.JOINED | SUM
 }  # fmt: skip
 #: Of ops whose other operands have no entries at the same place.
 _OPERANDS = {aten.copy: slice(1, 2), aten.masked_scatter: slice(2)}
+_COMPARISONS = {aten.ge, aten.gt, aten.le, aten.lt}
 _ADDITIONS = {aten.add, aten.rsub, aten.sub}
 _AFFINE = _ADDITIONS | COPIES | families.SHAPES | TRANSPOSES | {aten.expand, aten.mean, aten.neg}
 
@@ -88,13 +90,19 @@ def pointwise(flow: Flow, node: fx.Node) -> Rows:
     rows = LOST if any(x in flow.single for x in operands) else each(flow.aligned(operands, dims))
     result = flow.total(operands) if is_sum else rows
     if any(map(flow.is_sum, operands)):
+        others = [x for x in operands if not flow.is_sum(x)]
         if packet in _ADDITIONS and rows.form is Form.EACH:
             return rows._replace(plus=node)
+        if packet in _ADDITIONS and others and all(x in flow.single for x in others):
+            return LOST  # the sum of rows that were taken one by one goes on from it
         return flow.tell(node, STATISTIC, result)
     of_several = [x for x in operands if flow.has(x, Form.SUMMED) or flow.has(x, Form.LOST)]
     if not is_float(node):
+        is_by_order = packet in _COMPARISONS and any(flow.of[x].is_order for x in of_several)
+        if is_by_order and len(of_several) == 1:  # what came first is beside a number that is no row's
+            return flow.tell(node, CHOICE, LOST)
         return LOST if of_several else result
-    if any(_is_integer(x) for x in of_several):
+    if any(is_integer(x) for x in of_several):
         is_counted = packet is aten._to_copy and all(packet_of(x) in families.COUNTS for x in node.users)
         return LOST if is_counted else flow.tell(node, STATISTIC, result)
     same = [(x, dims - len(shape_of(x))) for x in operands if flow.has(x, Form.SAME)]
@@ -103,8 +111,9 @@ def pointwise(flow: Flow, node: fx.Node) -> Rows:
     return result
 
 
-def _is_integer(x: fx.Node) -> bool:
-    return not is_float(x) and x.meta["val"].dtype is not torch.bool
+def is_integer(x: fx.Node) -> bool:
+    value = value_of(x)
+    return value is not None and not is_float(x) and value.dtype is not torch.bool
 
 
 def is_affine(flow: Flow, node: fx.Node) -> bool:
@@ -153,7 +162,7 @@ def along(flow: Flow, node: fx.Node) -> Rows:
         named = {argument(node, "dimension") % len(shape_of(x))}  # type: ignore[operator]
     is_of_rows = any(named is None or p.dim in named for p in flow.of[x].places)
     if is_of_rows and not is_float(x) and packet not in families.MOVES:
-        return LOST  # an order, or places
+        return LOST._replace(is_order=packet is aten.cumsum)
     if is_of_rows and packet in families.ORDERS:
         return flow.lost(node, CHOICE)
     return flow.kept(node, x, lambda p: named is not None and p.dim not in named)
