@@ -32,6 +32,9 @@ STEPS_FORMAT = 1
 class StepWriter:
     """Writes ``step`` in the order that is the fastest for the lengths of the microbatches; no text for the
     plan's own order, which the programs have.
+
+    Replicas run one order, so that their messages to each other do not cross: where they have other numbers
+    of microbatches, that of the most, of which a replica leaves out the ops of those that it lacks.
     """
 
     plan: Plan
@@ -44,10 +47,10 @@ class StepWriter:
         shares: Sequence[float] = (),
         others: Sequence[OfReplica] = (),
     ) -> OrderedStep:
-        """others: lengths and shares of other replicas, which run the same order."""
+        """others: lengths and shares of other replicas, which may have other numbers of microbatches."""
         timeline, planned = self.orders.timeline(lengths, shares, others), self.plan.ordered
-        schedule = timeline.schedule
-        if (schedule.order, schedule.transfers) == (planned.order, planned.transfers):
+        schedule, is_even = timeline.schedule, len({len(lengths), *(len(each) for each, _ in others)}) == 1
+        if is_even and (schedule.order, schedule.transfers) == (planned.order, planned.transfers):
             return OrderedStep((), (), timeline.span_bubble)
         pools = self.orders.pools_of(timeline)
         joint = collectives(self.parts.edges, schedule)
@@ -62,6 +65,7 @@ class StepWriter:
                 instructions=of_rank,
                 joined=planned.joined,
                 places=pools[rank].offsets if pools else {},
+                is_even=is_even,
             )
             calls = step_calls(step)
             texts.append(step_source(step, calls))

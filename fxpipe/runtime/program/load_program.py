@@ -52,6 +52,12 @@ class Program:
         exec(code_of(text, filename), namespace)
         return replace(self, step=namespace["step"], ops=ops, text=text)
 
+    def ops_of(self, microbatches: int) -> Sequence[str]:
+        """Its ops where a replica has so many microbatches; its own step is always of all."""
+        if not self.text:
+            return self.ops
+        return [op for op in self.ops if int(op.rpartition(".")[2]) < microbatches]
+
     def forget(self) -> None:
         """Let the text of a step go that does not run again."""
         if self.text:

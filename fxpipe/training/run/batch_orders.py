@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -81,13 +81,15 @@ class BatchOrders:
         return self._programs[key]
 
     def _key(self, replicas: Batch) -> Key | None:
-        """None of a batch whose microbatches are as the example.  Replicas run one order: their messages to
-        each other must not cross."""
+        """None of a batch whose microbatches are as the example."""
         spec = self.artifact.plan.step
         numbers = {len(lengths) for lengths, _ in replicas}
-        if len(numbers) > 1:
-            each = " and ".join(map(str, sorted(numbers)))
-            raise BatchError(f"Replicas have {each} microbatches: give each the same number of them.")
+        if spec.has_total and len(numbers) > 1:
+            raise BatchError(
+                f"Replicas have {_text(numbers)} microbatches, and the loss divides by a number of the "
+                "batch, which is that of as many: give each replica the same number of microbatches, or let "
+                "loss_fn return (sum, count)."
+            )
         example = (*(each.example for each in spec.lengths), SHARES)
         each_replica = [
             tuple(
@@ -137,10 +139,11 @@ class BatchOrders:
             return begun.result()
         if write is not None:
             return self._written_for(write, key)
-        if len(key[0]) == number:
+        numbers = {*map(len, key)}
+        if numbers == {number}:
             return OrderedStep((), (), None)
         raise BatchError(
-            f"The batch has {len(key[0])} microbatches, and the programs were written for {number}: a "
+            f"The batch has {_text(numbers)} microbatches, and the programs were written for {number}: a "
             "pipeline that an earlier version saved, or whose step was edited, takes no other one. Compile "
             "it in this script, or for another number too, with like=."
         )
@@ -148,6 +151,10 @@ class BatchOrders:
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, thread_name_prefix="fxpipe orders")
+
+
+def _text(numbers: Collection[int]) -> str:
+    return " and ".join(map(str, sorted(numbers)))
 
 
 def _packed(data: object) -> bytes:
