@@ -38,10 +38,8 @@ ARGUMENTS = {**CONTAINERS, Kind.KEY: "key"}
 #: lanes that are so far behind each other.
 KEY = re.compile(r"key|lane_key(?:_(\d+)_(\d+))?")
 
-#: In upper case, as no variable of a value: the microbatches that a replica has of a step of more.
-HERE = "HERE"
 #: What a program whose microbatches have lengths uses itself, beside their variables.
-OF_LENGTHS = ("layouts", "messages", "microbatches", HERE)
+OF_LENGTHS = ("layouts", "messages", "microbatches")
 
 END = 2**63 - 1  # the end of a slice that has none
 

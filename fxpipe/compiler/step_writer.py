@@ -33,8 +33,8 @@ class StepWriter:
     """Writes ``step`` in the order that is the fastest for the lengths of the microbatches; no text for the
     plan's own order, which the programs have.
 
-    Replicas run one order, so that their messages to each other do not cross: where they have other numbers
-    of microbatches, that of the most, of which a replica leaves out the ops of those that it lacks.
+    Replicas run one order, so that their messages to each other do not cross.  Its microbatches are places,
+    in which each replica has one of its own; one with fewer leaves out the ops of the last places.
     """
 
     plan: Plan
@@ -46,11 +46,15 @@ class StepWriter:
         lengths: Sequence[Mapping[str, int]],
         shares: Sequence[float] = (),
         others: Sequence[OfReplica] = (),
+        by_place: bool = False,
     ) -> OrderedStep:
-        """others: lengths and shares of other replicas, which may have other numbers of microbatches."""
+        """others: lengths and shares of other replicas, which may have fewer or more microbatches.
+
+        by_place: whether some replica has another microbatch in a place than that of its number, or none.
+        """
         timeline, planned = self.orders.timeline(lengths, shares, others), self.plan.ordered
-        schedule, is_even = timeline.schedule, len({len(lengths), *(len(each) for each, _ in others)}) == 1
-        if is_even and (schedule.order, schedule.transfers) == (planned.order, planned.transfers):
+        schedule = timeline.schedule
+        if not by_place and (schedule.order, schedule.transfers) == (planned.order, planned.transfers):
             return OrderedStep((), (), timeline.span_bubble)
         pools = self.orders.pools_of(timeline)
         joint = collectives(self.parts.edges, schedule)
@@ -65,7 +69,7 @@ class StepWriter:
                 instructions=of_rank,
                 joined=planned.joined,
                 places=pools[rank].offsets if pools else {},
-                is_even=is_even,
+                by_place=by_place,
             )
             calls = step_calls(step)
             texts.append(step_source(step, calls))

@@ -77,7 +77,7 @@ class BatchPlanner:
 
         shares: of each, see ``costs``; without them a microbatch is one document.  others: lengths and shares
         of other replicas, which run the same order: each microbatch takes as long as the slowest of those
-        with its number, of the replicas that have it.
+        with its number.
         Raises ScheduleError, with the microbatch and its lengths, where one of them does not fit the limits.
         """
         replicas = [(lengths, shares or [1.0] * len(lengths)), *others]
@@ -147,13 +147,14 @@ class BatchPlanner:
         alike = [lengths[error.microbatch] for lengths in replicas if error.microbatch < len(lengths)]
         largest = max(alike, key=lambda each: self._alone(each)[rank])
         named = ", ".join(f"{name} {length}" for name, length in largest.items())
+        which = f"microbatch {error.microbatch}" if len(replicas) == 1 else "a microbatch"
         less = [f"{each.name} {n}" for each in self.names if (n := self._most(largest, each)) is not None]
         remedy = f"give at most {' or '.join(less)}, or " if less else ""
         remedy += "compile with more memory_limit"
         if self.schedule.transfers:
             number = self.schedule.microbatches
             remedy = f"give {number} microbatches, for which the plan offloads most, or {remedy}"
-        return ScheduleError(f"With {named}, {error}: {remedy}.")
+        return ScheduleError(f"With {named}, {which} {error.needs}: {remedy}.")
 
     def _most(self, lengths: Mapping[str, int], one: NamedLength) -> int | None:
         """The most of one length with which a microbatch fits the limits, the others as they are; None if it

@@ -60,6 +60,23 @@ def test_an_order_that_is_known_serves_replicas_that_changed_places(pipe):
     check_step(pipe, lists)
 
 
+def test_microbatches_of_about_the_same_size_share_a_place(pipe):
+    """Of the one order that replicas run: else each would wait for the longest of all."""
+    lengths = [[3, 15, 9, 2], [14, 3, 10]]
+    result = pipe.run_local([[microbatch(n) for n in one] for one in lengths])
+    forwards = [
+        [one[int(op[3:])] for op, _, _ in rt.record.spans if op.startswith("F0")]
+        for one, rt in zip(lengths, result.runtimes[::RANKS], strict=True)
+    ]
+    places = {15: 14, 9: 10, 3: 3}
+    assert [places[n] for n in forwards[0] if n in places] == forwards[1]
+    orders = pipe._runner._orders
+    batch = [([{"sequence": n} for n in one], [16] * len(one)) for one in ([3, 15, 9], [15, 9, 3])]
+    (together,), by_place = orders._key(batch)
+    assert together == ((15, 16), (9, 16), (3, 16))
+    assert by_place
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -13,7 +13,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
 
-from fxpipe.codegen.expressions import HERE
 from fxpipe.codegen.step.actions import VALIDATED, Action, ActionPlace, Done, actions
 from fxpipe.codegen.step.instruction_text import Hole
 from fxpipe.codegen.step.lifetimes import Lifetimes, OpFunction, lifetimes
@@ -81,8 +80,8 @@ def step_source(plan: StepPlan, called: StepCalls) -> str:
         lines.append(f"    def {function.name}({parameters}):")
         if function.doc:
             lines.append(f'        """{function.doc}"""')
-        if not plan.is_even:
-            lines.append(f"        if m not in {HERE}: return")
+        if plan.by_place:
+            lines += ["        if m >= len(rt.places): return", "        m = rt.places[m]"]
         lines += [*(f"        {line}" for line in lives.written(function)), ""]
     lines = [wrapped(line) for line in lines]
     if ins.Validate() in plan.instructions:
@@ -149,9 +148,6 @@ def _head(plan: StepPlan) -> list[str]:
     if "batch" in used:
         lines.append("    batches = rt.microbatches(batch)")
     lines += _lengths(plan, used)
-    if not plan.is_even:
-        name = text_literal(next(iter(plan.lengths.values())))
-        lines.append(f"    {HERE} = range(len(rt.lengths({name})))  # the microbatches of this replica")
     lines += (f"    {text}" for text in _means(plan))
     if Share.used <= used:  # behind the means, with which an evaluation counts its rows
         lines.append("    microbatches = rt.microbatch_count")

@@ -29,7 +29,8 @@ class Runtime(BucketVerbs):
     ``buffers``, ``constants`` by name.  Gradients accumulate; zero them before the step if needed.
     ``weighted``: the batches of the steps that are one evaluation, each with what its microbatches count for.
     ``sizes``: the lengths of each microbatch of the step, in the plan's order; those of the example before
-    the first.  ``numbers``: how many microbatches each replica has.  ``kept_total``: None, or what gets the
+    the first.  ``numbers``: how many microbatches each replica has.  ``places``: which of this one's comes in
+    each place of the order that all of them run.  ``kept_total``: None, or what gets the
     total of the losses while a step is captured, to be shared behind each replay.  ``device``: where the
     program runs; None if the batch is always there.  ``validate``: waits for the verdict of all ranks on the
     last update, undoes it if it does not stand, and tells whether it does.
@@ -49,6 +50,7 @@ class Runtime(BucketVerbs):
     losses: Losses = field(default_factory=Losses)
     sizes: Sequence[Lengths] = ()
     numbers: Sequence[int] = ()
+    places: Sequence[int] = ()
     kept_total: list[torch.Tensor] | None = None
     _weight: float = 0.0  # of an evaluation, once a mean of it is known
     _sharing: Numbers | None = None
@@ -57,13 +59,17 @@ class Runtime(BucketVerbs):
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            self.expect(self.spec, [or_example(self.spec, [None] * self.spec.microbatches)])
+            number = self.spec.microbatches
+            self.expect(self.spec, [or_example(self.spec, [None] * number)], [range(number)])
 
-    def expect(self, spec: StepSpec, of_replicas: Sequence[Sequence[Lengths]]) -> None:
+    def expect(
+        self, spec: StepSpec, of_replicas: Sequence[Sequence[Lengths]], places: Sequence[Sequence[int]]
+    ) -> None:
         """Let the next step be of these microbatches.  spec: the plan's.  of_replicas: the lengths of those
-        of each replica."""
+        of each replica; places: theirs."""
+        replica = 0 if self.replicas is None else self.replicas.index
         self.numbers = [*map(len, of_replicas)]
-        self.sizes = of_replicas[0 if self.replicas is None else self.replicas.index]
+        self.sizes, self.places = of_replicas[replica], places[replica]
         self.spec = spec.with_microbatches(len(self.sizes))
 
     def start(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.plan.artifact import Artifact
@@ -35,9 +36,9 @@ MOST_KEPT, MOST_BEGUN = 64, 8
 NO_ORDER = "There is no order for this batch"
 
 _Lengths = tuple[int, ...]
-Key = tuple[tuple[_Lengths, ...], ...]
-"""Of each replica the lengths of each microbatch, by the names of the plan in their order, and its share of
-``SHARES``; replicas with the same are one."""
+Key = tuple[tuple[tuple[_Lengths, ...], ...], bool]
+"""Of each replica the lengths of the microbatch in each place, by the names of the plan in their order, and
+its share of ``SHARES``; replicas with the same are one.  And ``by_place`` of ``write_step``."""
 Batch = Sequence[tuple[Sequence[Lengths], Sequence[int]]]
 """Of each replica the lengths of its microbatches, and their shares."""
 
@@ -91,23 +92,40 @@ class BatchOrders:
                 "loss_fn return (sum, count)."
             )
         example = (*(each.example for each in spec.lengths), SHARES)
-        each_replica = [
-            tuple(
-                (*(lengths[each.name] for each in spec.lengths), share)
-                for lengths, share in zip(*one, strict=True)
-            )
-            for one in replicas
-        ]
-        key = tuple(sorted({*each_replica}))
-        return None if key == ((example,) * spec.microbatches,) else key
+        places = self.places(replicas)
+        each_replica = {
+            tuple((*(lengths[k][each.name] for each in spec.lengths), shares[k]) for k in of_one)
+            for (lengths, shares), of_one in zip(replicas, places, strict=True)
+        }
+        if each_replica == {(example,) * spec.microbatches}:
+            return None
+        return tuple(sorted(each_replica)), len(numbers) > 1 or any([*one] != sorted(one) for one in places)
+
+    def places(self, replicas: Batch) -> list[Sequence[int]]:
+        """Of each replica the microbatch in each place of the order that all run: the largest in the first,
+        so that those in a place take about as long.  One alone has places for its numbers, and so have all
+        where microbatches must come in their order."""
+        if len(replicas) == 1 or self.artifact.plan.changed:
+            return [range(len(lengths)) for lengths, _ in replicas]
+        sizes = dict[_Lengths, int]()
+
+        def size(lengths: Lengths, share: int) -> tuple[int, int, int]:
+            key = (*lengths.values(),)
+            if key not in sizes:
+                leaves = self.artifact.plan.step.batch_at(lengths).leaves
+                sizes[key] = sum(prod(leaf.shape) for leaf in leaves if leaf.shape)
+            return -sizes[key], -share, -max(key)
+
+        of_each = [[*map(size, *one)] for one in replicas]
+        return [sorted(range(len(one)), key=one.__getitem__) for one in of_each]
 
     def _written_for(self, write: Callable[..., OrderedStep], key: Key) -> OrderedStep:
         names = [each.name for each in self.artifact.plan.step.lengths]
         (lengths, shares), *others = (
             ([dict(zip(names, each, strict=False)) for each in one], [each[-1] / SHARES for each in one])
-            for one in key
+            for one in key[0]
         )
-        return write(lengths, shares, others)
+        return write(lengths, shares, others, key[1])
 
     def _step(self, key: Key) -> OrderedStep:
         """The step of this process, or those of all ranks."""
@@ -139,7 +157,7 @@ class BatchOrders:
             return begun.result()
         if write is not None:
             return self._written_for(write, key)
-        numbers = {*map(len, key)}
+        numbers = {*map(len, key[0])}
         if numbers == {number}:
             return OrderedStep((), (), None)
         raise BatchError(

@@ -164,10 +164,11 @@ class LocalRunner:
                 return other.run_local(batch, step, threads, measure_memory, replay, looks)
         _of_each(each, lambda one: check_values(spec, *one))
         shares = [shares_of(spec, one, lengths) for one, lengths in each]
-        programs = self._orders.of([*zip(of_each, shares, strict=True)], self._local_programs)
+        of_all = [*zip(of_each, shares, strict=True)]
+        programs, places = self._orders.of(of_all, self._local_programs), self._orders.places(of_all)
         wanted = requested(looks.outputs, None, spec.outputs, spec.ranks)
         is_list = are_listed(batch, spec)
-        check_ops(looks.record, [op for program in programs for op in program.ops_of(len(of_each[0]))])
+        check_ops(looks.record, [op for program in programs for op in program.ops_of(places[0])])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
         for one in batches:
@@ -177,7 +178,7 @@ class LocalRunner:
         world, runtimes = ranks.world, ranks.runtimes
         for rt in runtimes:
             rt.step_number, rt.collected = step, Collected(wanted, is_list, bool(spec.lengths))
-            rt.expect(spec, of_each)
+            rt.expect(spec, of_each, places)
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
         if replay:
             losses = self._replay_locally(ranks, batch, threads)
@@ -340,7 +341,7 @@ class LocalRunner:
         """
         if record and rt.lanes is not None:
             raise RunError("Ops of lanes cannot be recorded: they need those of the other lanes.")
-        if not record.keys() & {*program.ops}:
+        if not record.keys() & {*program.ops_of(rt.places)}:
             return program
         source, dtype = self.artifact.programs[rt.rank], self.plan.step.default_dtype
         recorded = Recording(record, rt, number, source, dtype).of(self._program(rt.rank))

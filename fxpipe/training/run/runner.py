@@ -108,7 +108,7 @@ class Runner(RankRunner):
         if self.plan.step.lengths:
             (program,) = self._orders.of(of_replicas, [program])
         self.of_replicas, self.bubble = [each for each, _ in of_replicas], program.bubble
-        rt.expect(self.plan.step, self.of_replicas)
+        rt.expect(self.plan.step, self.of_replicas, self._orders.places(of_replicas))
         spec = rt.spec
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
@@ -317,7 +317,7 @@ class Runner(RankRunner):
         return self.process.watch.step(
             rt,
             self.process,
-            program.ops_of(rt.spec.microbatches),
+            program.ops_of(rt.places),
             self._named(rt.step_number),
             trains=not self.is_evaluation,
         )
