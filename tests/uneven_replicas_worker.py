@@ -89,14 +89,14 @@ def train(directory: Path) -> None:
     differences += [float((x - y).abs().max()) for x, y in heads]
     end = pipe.full_state_dict(rank=None)
     differences += [float((end[name] - p).abs().max()) for name, p in model.named_parameters()]
-    again = Training(directory, compiled(**OPTIONS))
+    again = Training(directory, pipe)
     with again.checkpoints:
         assert again.checkpoints.resume()
-        assert again.pipe.step_number == SPLIT
+        assert pipe.step_number == SPLIT
         for number in range(SPLIT, len(NUMBERS)):
             assert torch.equal(again.step(number), losses[f"loss {number}"])
             again.update()
-    resumed = again.pipe.full_state_dict(rank=None)
+    resumed = pipe.full_state_dict(rank=None)
     assert all(torch.equal(resumed[name], x) for name, x in end.items())
     save_file(losses, directory / f"losses {process}")
     (directory / f"{process}.json").write_text(json.dumps([differences, refused]))
