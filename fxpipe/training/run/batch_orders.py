@@ -105,15 +105,16 @@ class BatchOrders:
         """Of each replica the microbatch in each place of the order that all run: the largest in the first,
         so that those in a place take about as long.  One alone has places for its numbers, and so have all
         where microbatches must come in their order."""
-        if len(replicas) == 1 or self.artifact.plan.changed:
+        plan = self.artifact.plan
+        if len(replicas) == 1 or not plan.step.lengths or plan.changed:
             return [range(len(lengths)) for lengths, _ in replicas]
         sizes = dict[_Lengths, int]()
 
         def size(lengths: Lengths, share: int) -> tuple[int, int, int]:
             key = (*lengths.values(),)
             if key not in sizes:
-                leaves = self.artifact.plan.step.batch_at(lengths).leaves
-                sizes[key] = sum(prod(leaf.shape) for leaf in leaves if leaf.shape)
+                shapes = [leaf.shape for leaf in plan.step.batch_at(lengths).leaves]
+                sizes[key] = sum(prod(shape) for shape in shapes if shape)
             return -sizes[key], -share, -max(key)
 
         of_each = [[*map(size, *one)] for one in replicas]
