@@ -141,9 +141,11 @@ class Pipeline(Weights, Views):
     ) -> LocalResult:
         """Run one step of all ranks in this process, in turns.
 
-        batch: leading dimension = microbatches × the example's.  step: number of the step, for random
-        numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
-        bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
+        batch: leading dimension = microbatches × the example's, of all replicas.  Where dimensions have
+        names, also a list of microbatches, or one with such a list for each replica.  step: number of the
+        step, for random numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then
+        the result is bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak
+        of saved bytes.
         outputs, check, record: as for ``step``.  replay: capture the step of all ranks as one CUDA graph, and
         replay it in later calls (docs/replay.md); the ops of a replay have no times.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
@@ -180,7 +182,8 @@ class Pipeline(Weights, Views):
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
         batch: the same on all ranks, which is checked; a rank needs only the leaves that ``leaves`` names.
-            Where dimensions have names, also a list of microbatches, each of its own lengths.
+            Where dimensions have names, also a list of microbatches, each of its own lengths, on each replica
+            of any number.
         outputs: names of ``pipe.outputs``; then a ``StepResult`` with the loss and their values is returned.
         outputs_on: the rank that is to have them, or ``"all"``; by default each stays on the rank that
             computes it.
@@ -206,12 +209,13 @@ class Pipeline(Weights, Views):
         return _loss(result) if outputs is None else result
 
     def _share(self) -> float:
-        """The tokens of the last step relative to those of the plan's."""
+        """The tokens of the last step relative to those of the plan's, of all replicas."""
         spec = self.artifact.plan.step
         if not spec.lengths:
             return 1.0
-        sizes, example = self._runner.last.runtime.sizes, {each.name: each.example for each in spec.lengths}
-        return spec.tokens(sizes) / spec.tokens([example] * spec.microbatches)
+        of_replicas, example = self._runner.last.of_replicas, {one.name: one.example for one in spec.lengths}
+        tokens = sum(map(spec.tokens, of_replicas)) / len(of_replicas)
+        return tokens / spec.tokens([example] * spec.microbatches)
 
     def _check_asked(self, outputs: Sequence[str] | None) -> None:
         if outputs is None and not self.artifact.plan.step.has_loss:
@@ -263,7 +267,7 @@ class Pipeline(Weights, Views):
 
         ``step``: the number of the last one.  ``seconds``: of a step with what the script does around it,
         evaluations left out: the mean since the last call.  ``tokens/s`` or ``samples/s``: of all ranks and
-        replicas, by the lengths of this one's microbatches.  ``MFU``: the model's FLOPs, without
+        replicas.  ``MFU``: the model's FLOPs, without
         recomputation, relative to the peak of all devices; of microbatches as long as the example, where the
         data sheet of this device is known.  ``memory``: the most bytes that torch has had on an accelerator.
         ``bubble``: this rank's idle share from its first op to its last, of steps that are not replayed, and

@@ -32,6 +32,9 @@ STEPS_FORMAT = 1
 class StepWriter:
     """Writes ``step`` in the order that is the fastest for the lengths of the microbatches; no text for the
     plan's own order, which the programs have.
+
+    Replicas run one order, so that their messages to each other do not cross.  Its microbatches are places,
+    in which each replica has one of its own; one with fewer leaves out the ops of the last places.
     """
 
     plan: Plan
@@ -43,11 +46,15 @@ class StepWriter:
         lengths: Sequence[Mapping[str, int]],
         shares: Sequence[float] = (),
         others: Sequence[OfReplica] = (),
+        by_place: bool = False,
     ) -> OrderedStep:
-        """others: lengths and shares of other replicas, which run the same order."""
+        """others: lengths and shares of other replicas, which may have fewer or more microbatches.
+
+        by_place: whether some replica has another microbatch in a place than that of its number, or none.
+        """
         timeline, planned = self.orders.timeline(lengths, shares, others), self.plan.ordered
         schedule = timeline.schedule
-        if (schedule.order, schedule.transfers) == (planned.order, planned.transfers):
+        if not by_place and (schedule.order, schedule.transfers) == (planned.order, planned.transfers):
             return OrderedStep((), (), timeline.span_bubble)
         pools = self.orders.pools_of(timeline)
         joint = collectives(self.parts.edges, schedule)
@@ -62,6 +69,7 @@ class StepWriter:
                 instructions=of_rank,
                 joined=planned.joined,
                 places=pools[rank].offsets if pools else {},
+                by_place=by_place,
             )
             calls = step_calls(step)
             texts.append(step_source(step, calls))

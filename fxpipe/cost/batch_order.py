@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from math import ceil, inf
 from operator import le
 from typing import Self
@@ -75,15 +76,15 @@ class BatchPlanner:
         """The fastest order for microbatches of these lengths, simulated.
 
         shares: of each, see ``costs``; without them a microbatch is one document.  others: lengths and shares
-        of as many microbatches of other replicas, which run the same order: each takes as long as the slowest
-        of them.
+        of other replicas, which run the same order: each microbatch takes as long as the slowest of those
+        with its number.
         Raises ScheduleError, with the microbatch and its lengths, where one of them does not fit the limits.
         """
         replicas = [(lengths, shares or [1.0] * len(lengths)), *others]
         of_replicas = [[*map(self.costs, *each)] for each in replicas]
-        costs = tuple(map(most_of, zip(*of_replicas, strict=True)))
+        costs = tuple(most_of([*filter(None, each)]) for each in zip_longest(*of_replicas))
         timelines = []
-        if len(lengths) == self.schedule.microbatches:
+        if len(costs) == self.schedule.microbatches:
             # Of more rows than the example's, microbatches may be larger.
             planned = simulate(self.schedule, self.example, costs)
             if all(map(self._is_example, *replicas[0])) and len(replicas) == 1:
@@ -143,16 +144,17 @@ class BatchPlanner:
         if not isinstance(error, TooLarge):
             return error
         rank = error.rank
-        alike = [lengths[error.microbatch] for lengths in replicas]
+        alike = [lengths[error.microbatch] for lengths in replicas if error.microbatch < len(lengths)]
         largest = max(alike, key=lambda each: self._alone(each)[rank])
         named = ", ".join(f"{name} {length}" for name, length in largest.items())
+        which = f"microbatch {error.microbatch}" if len(replicas) == 1 else "a microbatch"
         less = [f"{each.name} {n}" for each in self.names if (n := self._most(largest, each)) is not None]
         remedy = f"give at most {' or '.join(less)}, or " if less else ""
         remedy += "compile with more memory_limit"
         if self.schedule.transfers:
             number = self.schedule.microbatches
             remedy = f"give {number} microbatches, for which the plan offloads most, or {remedy}"
-        return ScheduleError(f"With {named}, {error}: {remedy}.")
+        return ScheduleError(f"With {named}, {which} {error.needs}: {remedy}.")
 
     def _most(self, lengths: Mapping[str, int], one: NamedLength) -> int | None:
         """The most of one length with which a microbatch fits the limits, the others as they are; None if it

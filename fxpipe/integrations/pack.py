@@ -78,7 +78,7 @@ def pack(
         fill, and a longer sample is alone in one: short microbatches, which the order of a batch evens out,
         leave a pipeline less idle than few long ones (docs/lengths.md).
     replicas: of how many the samples are; then there is a list for each, ``pack(…)[pipe.replica]``, all of
-        as many microbatches and about as expensive.  ``run_local`` takes them one behind the other.
+        as many microbatches and about as expensive.  ``run_local`` takes all of them.
     cost: (a, b) of a · L + b · L² for a sample of L tokens, ``pipe.sample_cost``; by it so many microbatches
         are filled that the largest is small.
     multiple: of which the lengths of microbatches are, by ``padding`` at their end, whose labels are ignored.

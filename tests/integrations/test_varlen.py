@@ -188,9 +188,9 @@ def test_the_order_of_a_batch_knows_its_documents():
     loss = sum(model(**one) for one in batch) / 3
     torch.testing.assert_close(pipe.run_local(batch).loss, loss.detach())
     (key,) = pipe._runner._orders._programs or [None]
-    assert key == (((length, 8), (length, 16), (length, 10)),)
+    assert key == ((((length, 8), (length, 16), (length, 10)),), False)
     planner = BatchPlanner.of(pipe.plan)
-    shares, lengths = [share / 16 for _, share in key[0]], [{"sequence": length}] * 3
+    shares, lengths = [share / 16 for _, share in key[0][0]], [{"sequence": length}] * 3
     few, one, _ = planner.timeline(lengths, shares).of_each
     assert few.stages[0].forward < 0.8 * one.stages[0].forward
     packed = [[384, 384], [768], [192, 576]]

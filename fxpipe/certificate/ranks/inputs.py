@@ -42,6 +42,10 @@ class Inputs:
         return self.plan.step.microbatches
 
     @property
+    def places(self) -> list[int]:
+        return [*range(self.plan.step.microbatches)]
+
+    @property
     def params(self) -> Container:
         return Container("params", self._parameter)
 

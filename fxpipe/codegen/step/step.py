@@ -80,6 +80,8 @@ def step_source(plan: StepPlan, called: StepCalls) -> str:
         lines.append(f"    def {function.name}({parameters}):")
         if function.doc:
             lines.append(f'        """{function.doc}"""')
+        if plan.by_place:
+            lines += ["        if m >= len(rt.places): return", "        m = rt.places[m]"]
         lines += [*(f"        {line}" for line in lives.written(function)), ""]
     lines = [wrapped(line) for line in lines]
     if ins.Validate() in plan.instructions:

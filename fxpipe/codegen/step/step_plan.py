@@ -51,6 +51,7 @@ class StepPlan:
     instructions: tuple[ins.Instruction, ...]
     joined: frozenset[int]  # the stages that run every B and W as one op
     places: Mapping[Activation, int] = field(default_factory=dict)  # of offloaded values in the rank's pool
+    by_place: bool = False  # whether numbers are places, of which ``rt`` knows the replica's microbatches
 
     @cached_property
     def calls(self) -> dict[Color, Signature]:

@@ -75,4 +75,4 @@ VERBS = {
     )
 }  # fmt: skip
 #: What programs read of ``rt`` without a call.
-ATTRIBUTES = frozenset({"buffers", "constants", "grads", "microbatch_count", "params", "rank"})
+ATTRIBUTES = frozenset({"buffers", "constants", "grads", "microbatch_count", "params", "places", "rank"})

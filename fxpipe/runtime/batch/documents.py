@@ -16,16 +16,14 @@ from fxpipe.runtime.batch.lengths import are_listed, parts_of
 from fxpipe.runtime.batch.microbatches import given_leaves
 
 
-def shares_of(
-    spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int] | None], replicas: int = 1
-) -> list[int]:
+def shares_of(spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int] | None]) -> list[int]:
     """Per microbatch of a list the parts of ``SHARES`` that its documents are, rounded up; all of them where
     that is not known here: of a batch as one, and where the leaf is missing or on an accelerator, for whose
     queue a step does not wait.
 
     lengths: of each microbatch, None where they are not known.
     """
-    documents, parts = spec.documents, parts_of(spec, batch, replicas)
+    documents, parts = spec.documents, parts_of(spec, batch)
     if documents is None or not are_listed(batch, spec):
         return [SHARES] * len(lengths)
     leaves = (given_leaves(spec.batch, part).get(documents.leaf) for part, _ in parts)

@@ -17,7 +17,7 @@ from fxpipe.runtime.batch.microbatches import (
     check_batch,
     given_leaves,
     microbatches_of,
-    rows_of_replica,
+    rows_of_replicas,
 )
 
 _Result = TypeVar("_Result")
@@ -26,26 +26,44 @@ Lengths = dict[str, int]
 """Of a microbatch, by name."""
 
 
-def parts_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[tuple[object, int]]:
+def parts_of(spec: StepSpec, batch: object) -> list[tuple[object, int]]:
     """The microbatches of a list of them, or the batch of all, each with the number of microbatches it has.
 
-    replicas: whose microbatches the batch has.  Raises BatchError for a list where no dimension has a name,
-    an empty one, and one that replicas cannot divide.
+    Raises BatchError for a list where no dimension has a name, and for an empty one.
     """
     if not are_listed(batch, spec):
-        return [(batch, spec.microbatches * replicas)]
+        return [(batch, spec.microbatches)]
     if not spec.lengths:
         why = spec.one_length or "no dimension was named: give dimensions={'sequence': 512} to fxpipe.compile"
         raise BatchError(
             f"The batch is a list of microbatches, and the programs take one batch of all: {why.rstrip('.')}."
         )
-    if not batch or len(batch) % replicas:
-        of_replicas = f" for {number_of(replicas, 'replica')}" if replicas > 1 else ""
-        raise BatchError(
-            f"The list has {number_of(len(batch), 'microbatch')}{of_replicas}: give "
-            f"{'each the same number' if of_replicas else 'one or more'}."
-        )
+    if not batch:
+        raise BatchError("The list has 0 microbatches: give one or more.")
     return [(microbatch, 1) for microbatch in batch]
+
+
+def of_replicas(spec: StepSpec, batch: object, replicas: int) -> list[object]:
+    """The batch of each replica: of a list with a list for each, of one with the microbatches of all, of
+    which each takes as many, or of a batch of the rows of all.
+
+    Raises BatchError for a list that is neither, and where rows are unlike the example's.
+    """
+    if not are_listed(batch, spec):
+        whole = spec.with_microbatches(spec.microbatches * replicas)
+        lengths = or_example(spec, lengths_of(whole, batch))[0]
+        return rows_of_replicas(spec.batch_at(lengths), batch, spec.microbatches, replicas)
+    lists = sum(are_listed(each, spec) for each in batch)
+    if lists == len(batch) == replicas:
+        return [*batch]
+    number, rest = divmod(len(batch), replicas)
+    if lists or rest:
+        has = f"{number_of(lists, 'list')} of them" if lists else number_of(len(batch), "microbatch")
+        raise BatchError(
+            f"The list has {has}, for {number_of(replicas, 'replica')}: give a list of microbatches for "
+            "each, [[…], […]], or one list of which each takes as many."
+        )
+    return [batch[k * number : (k + 1) * number] for k in range(replicas)]
 
 
 def are_listed(batch: object, spec: StepSpec) -> TypeGuard[list[object] | tuple[object, ...]]:
@@ -61,14 +79,14 @@ def are_listed(batch: object, spec: StepSpec) -> TypeGuard[list[object] | tuple[
     return not {name for name, _ in batch_leaves(batch)} <= names
 
 
-def lengths_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[Lengths | None]:
+def lengths_of(spec: StepSpec, batch: object) -> list[Lengths | None]:
     """The lengths of each microbatch; None of one whose leaves are not there.
 
     Raises BatchError, naming microbatch and length, where leaves disagree, and for a length that programs do
     not take.
     """
     lengths: list[Lengths | None] = []
-    for m, (part, number) in enumerate(parts_of(spec, batch, replicas)):
+    for m, (part, number) in enumerate(parts_of(spec, batch)):
         if not spec.lengths:
             lengths += [{}] * number
             continue
@@ -76,6 +94,11 @@ def lengths_of(spec: StepSpec, batch: object, replicas: int = 1) -> list[Lengths
         try:
             leaves = given_leaves(spec.batch, part)
         except BatchError as error:
+            if where and are_listed(part, spec):
+                raise BatchError(
+                    "The batch is a list of lists, as of all replicas: give that of this one, "
+                    "batch[pipe.replica]."
+                ) from error
             raise BatchError(f"{where}: {error}" if where else str(error)) from error
         lengths += [_lengths_of(spec, leaves, where, number)] * number
     return lengths
@@ -118,15 +141,6 @@ def or_example(spec: StepSpec, lengths: Sequence[Lengths | None]) -> list[Length
     """The lengths, those of the example in place of what is not known."""
     example = {each.name: each.example for each in spec.lengths}
     return [example if each is None else each for each in lengths]
-
-
-def of_replica(spec: StepSpec, batch: object, replica: int, replicas: int) -> object:
-    """What a replica takes of the batch of all replicas, or of their list of microbatches."""
-    if are_listed(batch, spec):
-        number = len(parts_of(spec, batch, replicas)) // replicas
-        return batch[replica * number : (replica + 1) * number]
-    lengths = or_example(spec, lengths_of(spec, batch, replicas))[0]
-    return rows_of_replica(spec.batch_at(lengths), batch, spec.microbatches, replica, replicas)
 
 
 def _lengths_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
@@ -140,21 +140,28 @@ def check_unshared(leaves: Mapping[str, object], written: Collection[str], micro
             )
 
 
-def rows_of_replica(spec: BatchSpec, batch: object, microbatches: int, replica: int, replicas: int) -> object:
-    """The rows that a replica takes of the batch of all replicas.
+def rows_of_replicas(spec: BatchSpec, batch: object, microbatches: int, replicas: int) -> list[object]:
+    """The rows that each replica takes of the batch of all replicas.
 
     microbatches: of each replica.  Raises BatchError, naming the leaf, if the batch is unlike the example.
     """
     if replicas == 1:
-        return batch
+        return [batch]
     whole = microbatches_of(spec, batch, microbatches * replicas, (), None)
-    pieces = whole[replica * microbatches : (replica + 1) * microbatches]
     kinds = {leaf.name: () if leaf.unread else leaf.shape for leaf in spec.leaves}
-    leaves = [
-        torch.cat([one[name] for one in pieces]).requires_grad_(value.requires_grad) if kinds[name] else value
-        for name, value in batch_leaves(batch)
+    tree = pytree.tree_flatten(as_dicts(batch))[1]
+
+    def joined(name: str, value: Any, pieces: Sequence[Mapping[str, torch.Tensor]]) -> Any:
+        if not kinds[name]:
+            return value
+        return torch.cat([one[name] for one in pieces]).requires_grad_(value.requires_grad)
+
+    return [
+        pytree.tree_unflatten(
+            [joined(name, value, whole[k : k + microbatches]) for name, value in batch_leaves(batch)], tree
+        )
+        for k in range(0, len(whole), microbatches)
     ]
-    return pytree.tree_unflatten(leaves, pytree.tree_flatten(as_dicts(batch))[1])
 
 
 def given_leaves(spec: BatchSpec, batch: object) -> dict[str, object]:

@@ -69,7 +69,7 @@ class Watch:
         self._numbering: Numbering | None = None
         self._trained: Runtime | None = None
         self._name = ""
-        self._following: dict[str, str] = {}  # op -> the op after it in the program
+        self._ops: Sequence[str] = ()  # of the program, in order
         self._in_step = self._in_collective = False
         self._over = threading.Event()
         self._beat = FIRST - 1
@@ -95,9 +95,7 @@ class Watch:
         self._name, self._numbering = name, numbering
         if trains:
             self._trained = runtime
-        if self._runtime is not runtime:
-            self._runtime, self._following = runtime, dict(pairwise(("", *ops)))
-        self._in_step = True
+        self._runtime, self._ops, self._in_step = runtime, ops, True
         try:
             yield
         finally:
@@ -132,7 +130,7 @@ class Watch:
         wait = self._wait_in_step()
         if wait is None or self._numbering is None:
             return f"runs {_described(op)} of {step}" if op else f"begins {step}"
-        following = self._following.get(op)
+        following = dict(pairwise(("", *self._ops))).get(op)
         wanted = f"to run {_described(following)} of {step}" if following else f"at the end of {step}"
         return f"waits for {self._numbering.described(wait)}, {wanted}"
 

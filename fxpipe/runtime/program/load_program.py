@@ -52,6 +52,13 @@ class Program:
         exec(code_of(text, filename), namespace)
         return replace(self, step=namespace["step"], ops=ops, text=text)
 
+    def ops_of(self, places: Sequence[int]) -> Sequence[str]:
+        """Its ops where a replica has these microbatches in the places of its order."""
+        if not self.text:
+            return self.ops
+        each = ((name, int(place)) for name, _, place in (op.rpartition(".") for op in self.ops))
+        return [f"{name}.{places[place]}" for name, place in each if place < len(places)]
+
     def forget(self) -> None:
         """Let the text of a step go that does not run again."""
         if self.text:

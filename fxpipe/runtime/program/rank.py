@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
-from fxpipe.runtime.batch.lengths import Lengths, cut
+from fxpipe.runtime.batch.lengths import Lengths, cut, or_example
 from fxpipe.runtime.batch.outputs import Collected
 from fxpipe.runtime.program.bucket_verbs import REPLICAS, BucketVerbs
 from fxpipe.runtime.program.captured import key_of_step
@@ -28,10 +29,11 @@ class Runtime(BucketVerbs):
     ``buffers``, ``constants`` by name.  Gradients accumulate; zero them before the step if needed.
     ``weighted``: the batches of the steps that are one evaluation, each with what its microbatches count for.
     ``sizes``: the lengths of each microbatch of the step, in the plan's order; those of the example before
-    the first.  ``kept_total``: None, or what gets the total of the losses while a step is captured, to be
-    shared behind each replay.  ``device``: where the program runs; None if the batch is always there.
-    ``validate``: waits for the verdict of all ranks on the last update, undoes it if it does not stand, and
-    tells whether it does.
+    the first.  ``numbers``: how many microbatches each replica has.  ``places``: which of this one's comes in
+    each place of the order that all of them run.  ``kept_total``: None, or what gets the
+    total of the losses while a step is captured, to be shared behind each replay.  ``device``: where the
+    program runs; None if the batch is always there.  ``validate``: waits for the verdict of all ranks on the
+    last update, undoes it if it does not stand, and tells whether it does.
     """
 
     rank: int
@@ -47,6 +49,8 @@ class Runtime(BucketVerbs):
     weighted: Sequence[tuple[object, Sequence[float]]] = ()
     losses: Losses = field(default_factory=Losses)
     sizes: Sequence[Lengths] = ()
+    numbers: Sequence[int] = ()
+    places: Sequence[int] = ()
     kept_total: list[torch.Tensor] | None = None
     _weight: float = 0.0  # of an evaluation, once a mean of it is known
     _sharing: Numbers | None = None
@@ -55,8 +59,18 @@ class Runtime(BucketVerbs):
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            example = {each.name: each.example for each in self.spec.lengths}
-            self.sizes = [example] * self.spec.microbatches
+            number = self.spec.microbatches
+            self.expect(self.spec, [or_example(self.spec, [None] * number)], [range(number)])
+
+    def expect(
+        self, spec: StepSpec, of_replicas: Sequence[Sequence[Lengths]], places: Sequence[Sequence[int]]
+    ) -> None:
+        """Let the next step be of these microbatches.  spec: the plan's.  of_replicas: the lengths of those
+        of each replica; places: theirs."""
+        replica = 0 if self.replicas is None else self.replicas.index
+        self.numbers = [*map(len, of_replicas)]
+        self.sizes, self.places = of_replicas[replica], places[replica]
+        self.spec = spec.with_microbatches(len(self.sizes))
 
     def start(self) -> None:
         """Begin a step, also after one that failed."""
@@ -118,10 +132,10 @@ class Runtime(BucketVerbs):
 
     @property
     def microbatch_count(self) -> float:
-        """The number of microbatches of this step; of an evaluation of fewer rows, or of more steps, what
-        all of them count for, as a mean over replicas where there are several."""
+        """The number of microbatches of this step, as a mean over replicas; of an evaluation of fewer rows,
+        or of more steps, what all of them count for."""
         if not self.weighted:
-            return self.spec.microbatches
+            return sum(self.numbers) / len(self.numbers)
         return self._weight or sum(weight for _, part in self.weighted for weight in part)
 
     def microbatches(self, batch: object) -> list[dict[str, torch.Tensor]]:
@@ -141,7 +155,7 @@ class Runtime(BucketVerbs):
         return key_of_step(partial(self._key, microbatch))
 
     def _key(self, microbatch: int) -> int:
-        before = 0 if self.replicas is None else self.replicas.index * self.spec.microbatches
+        before = 0 if self.replicas is None else sum(self.numbers[: self.replicas.index])
         return fold(fold(fold(0, self.spec.seed), self.step_number), before + microbatch)
 
     def lane_key(self, microbatch: int, n: int = 0, stride: int = 1) -> int:

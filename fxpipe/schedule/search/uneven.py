@@ -40,10 +40,11 @@ class TooLarge(ScheduleError):
     """A microbatch needs more memory for activations on a rank than its limit."""
 
     def __init__(self, microbatch: int, rank: int, needs: float, limit: float) -> None:
-        super().__init__(
-            f"microbatch {microbatch} alone needs {bytes_text(needs)} for activations on rank {rank}, and "
-            f"the limit is {bytes_text(limit)}"
+        self.needs = (
+            f"alone needs {bytes_text(needs)} for activations on rank {rank}, and the limit is "
+            f"{bytes_text(limit)}"
         )
+        super().__init__(f"microbatch {microbatch} {self.needs}")
         self.microbatch, self.rank = microbatch, rank
 
 

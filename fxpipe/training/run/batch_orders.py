@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.plan.artifact import Artifact
@@ -35,9 +36,9 @@ MOST_KEPT, MOST_BEGUN = 64, 8
 NO_ORDER = "There is no order for this batch"
 
 _Lengths = tuple[int, ...]
-Key = tuple[tuple[_Lengths, ...], ...]
-"""Of each replica the lengths of each microbatch, by the names of the plan in their order, and its share of
-``SHARES``; replicas with the same are one."""
+Key = tuple[tuple[tuple[_Lengths, ...], ...], bool]
+"""Of each replica the lengths of the microbatch in each place, by the names of the plan in their order, and
+its share of ``SHARES``; replicas with the same are one.  And ``by_place`` of ``write_step``."""
 Batch = Sequence[tuple[Sequence[Lengths], Sequence[int]]]
 """Of each replica the lengths of its microbatches, and their shares."""
 
@@ -81,31 +82,51 @@ class BatchOrders:
         return self._programs[key]
 
     def _key(self, replicas: Batch) -> Key | None:
-        """None of a batch whose microbatches are as the example.  Replicas run one order: their messages to
-        each other must not cross."""
+        """None of a batch whose microbatches are as the example."""
         spec = self.artifact.plan.step
         numbers = {len(lengths) for lengths, _ in replicas}
-        if len(numbers) > 1:
-            each = " and ".join(map(str, sorted(numbers)))
-            raise BatchError(f"Replicas have {each} microbatches: give each the same number of them.")
-        example = (*(each.example for each in spec.lengths), SHARES)
-        each_replica = [
-            tuple(
-                (*(lengths[each.name] for each in spec.lengths), share)
-                for lengths, share in zip(*one, strict=True)
+        if spec.has_total and len(numbers) > 1:
+            raise BatchError(
+                f"Replicas have {_text(numbers)} microbatches, and the loss divides by a number of the "
+                "batch, which is that of as many: give each replica the same number of microbatches, or let "
+                "loss_fn return (sum, count)."
             )
-            for one in replicas
-        ]
-        key = tuple(sorted({*each_replica}))
-        return None if key == ((example,) * spec.microbatches,) else key
+        example = (*(each.example for each in spec.lengths), SHARES)
+        places = self.places(replicas)
+        each_replica = {
+            tuple((*(lengths[k][each.name] for each in spec.lengths), shares[k]) for k in of_one)
+            for (lengths, shares), of_one in zip(replicas, places, strict=True)
+        }
+        if each_replica == {(example,) * spec.microbatches}:
+            return None
+        return tuple(sorted(each_replica)), len(numbers) > 1 or any([*one] != sorted(one) for one in places)
+
+    def places(self, replicas: Batch) -> list[Sequence[int]]:
+        """Of each replica the microbatch in each place of the order that all run: the largest in the first,
+        so that those in a place take about as long.  One alone has places for its numbers, and so have all
+        where microbatches must come in their order."""
+        plan = self.artifact.plan
+        if len(replicas) == 1 or not plan.step.lengths or plan.changed:
+            return [range(len(lengths)) for lengths, _ in replicas]
+        sizes = dict[_Lengths, int]()
+
+        def size(lengths: Lengths, share: int) -> tuple[int, int, int]:
+            key = (*lengths.values(),)
+            if key not in sizes:
+                shapes = [leaf.shape for leaf in plan.step.batch_at(lengths).leaves]
+                sizes[key] = sum(prod(shape) for shape in shapes if shape)
+            return -sizes[key], -share, -max(key)
+
+        of_each = [[*map(size, *one)] for one in replicas]
+        return [sorted(range(len(one)), key=one.__getitem__) for one in of_each]
 
     def _written_for(self, write: Callable[..., OrderedStep], key: Key) -> OrderedStep:
         names = [each.name for each in self.artifact.plan.step.lengths]
         (lengths, shares), *others = (
             ([dict(zip(names, each, strict=False)) for each in one], [each[-1] / SHARES for each in one])
-            for one in key
+            for one in key[0]
         )
-        return write(lengths, shares, others)
+        return write(lengths, shares, others, key[1])
 
     def _step(self, key: Key) -> OrderedStep:
         """The step of this process, or those of all ranks."""
@@ -137,10 +158,11 @@ class BatchOrders:
             return begun.result()
         if write is not None:
             return self._written_for(write, key)
-        if len(key[0]) == number:
+        numbers = {*map(len, key[0])}
+        if numbers == {number}:
             return OrderedStep((), (), None)
         raise BatchError(
-            f"The batch has {len(key[0])} microbatches, and the programs were written for {number}: a "
+            f"The batch has {_text(numbers)} microbatches, and the programs were written for {number}: a "
             "pipeline that an earlier version saved, or whose step was edited, takes no other one. Compile "
             "it in this script, or for another number too, with like=."
         )
@@ -148,6 +170,10 @@ class BatchOrders:
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, thread_name_prefix="fxpipe orders")
+
+
+def _text(numbers: Collection[int]) -> str:
+    return " and ".join(map(str, sorted(numbers)))
 
 
 def _packed(data: object) -> bytes:

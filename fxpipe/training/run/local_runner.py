@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
-from fxpipe.errors import RunError, at_least_one, number_of, printable
+from fxpipe.errors import BatchError, RunError, at_least_one, number_of, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import joined
 from fxpipe.plan.saved import files
 from fxpipe.plan.step import POSITIONS
 from fxpipe.runtime.batch.documents import has_several, shares_of
-from fxpipe.runtime.batch.lengths import are_listed, check_values, lengths_of, of_replica, or_example
+from fxpipe.runtime.batch.lengths import are_listed, check_values, lengths_of, of_replicas, or_example
 from fxpipe.runtime.batch.microbatches import batch_leaves
 from fxpipe.runtime.batch.outputs import MOST_SHOWN, Collected, Listed, On, requested, shown
 from fxpipe.runtime.batch.which_programs import are_others, says
@@ -47,6 +47,9 @@ from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.shards import are_divided
 from fxpipe.training.run.batch_orders import BatchOrders
 from fxpipe.training.run.local_shards import divide, gradients
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -152,36 +155,35 @@ class LocalRunner:
         at_least_one("threads", threads)
         self._check_local(replay, measure_memory or bool(looks))
         spec, other = self.plan.step, self._for_assumed
-        lengths = or_example(spec, lengths_of(spec, batch, self.plan.replicas))
+        batches = of_replicas(spec, batch, self.plan.replicas)
+        of_each = _of_each(batches, lambda one: or_example(spec, lengths_of(spec, one)))
+        each = [*zip(batches, of_each, strict=True)]
         if other is not None:
             when = other.plan.when
-            if are_others(when, [says(when, spec, batch, len(lengths))]):
+            if are_others(when, [says(when, spec, one, len(lengths)) for one, lengths in each]):
                 return other.run_local(batch, step, threads, measure_memory, replay, looks)
-        check_values(spec, batch, lengths)
-        shares = shares_of(spec, batch, lengths, self.plan.replicas)
-        number = len(lengths) // self.plan.replicas
-        parts = [slice(k, k + number) for k in range(0, len(lengths), number)]
-        of_replicas = [lengths[part] for part in parts]
-        programs = self._orders.of([(lengths[part], shares[part]) for part in parts], self._local_programs)
-        spec = spec.with_microbatches(number)
+        _of_each(each, lambda one: check_values(spec, *one))
+        shares = [shares_of(spec, one, lengths) for one, lengths in each]
+        of_all = [*zip(of_each, shares, strict=True)]
+        programs, places = self._orders.of(of_all, self._local_programs), self._orders.places(of_all)
         wanted = requested(looks.outputs, None, spec.outputs, spec.ranks)
         is_list = are_listed(batch, spec)
-        check_ops(looks.record, [op for program in programs for op in program.ops])
+        check_ops(looks.record, [op for program in programs for op in program.ops_of(places[0])])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
-        self._warn_of_mixed(batch)
+        for one in batches:
+            self._warn_of_mixed(one)
         # What is replayed has the same memory in each step, and what is measured is activations alone.
         ranks = self._ranks_replayed() if replay else self._ranks(divides=not measure_memory)
         world, runtimes = ranks.world, ranks.runtimes
         for rt in runtimes:
             rt.step_number, rt.collected = step, Collected(wanted, is_list, bool(spec.lengths))
-        for number, rt in enumerate(runtimes):
-            rt.spec, rt.sizes = spec, of_replicas[number // (world.ranks * world.lanes)]
+            rt.expect(spec, of_each, places)
         meters = [SavedBytes(self._tensors_of(rt, batch)) for rt in runtimes] if measure_memory else []
         if replay:
             losses = self._replay_locally(ranks, batch, threads)
         else:
-            losses = self._run_locally(world, runtimes, batch, programs, threads, looks, meters)
+            losses = self._run_locally(world, runtimes, batches, programs, threads, looks, meters)
         for rt in runtimes[: world.ranks * world.lanes]:  # of replica 0: all replicas have the same sums
             self.state.store_buffers(rt)
         grads = self._grads_of(ranks)
@@ -234,20 +236,18 @@ class LocalRunner:
         self,
         world: LocalWorld,
         runtimes: Sequence[Runtime],
-        batch: object,
+        batches: Sequence[object],
         programs: Sequence[Program],
         threads: int,
         looks: Looks = NO_LOOKS,
         meters: Sequence[SavedBytes] = (),
     ) -> list[torch.Tensor | None]:
-        """Run a step of all ranks by these programs; return their losses."""
-        spec = self.plan.step
+        """Run a step of all ranks by these programs, on the batches of the replicas; return their losses."""
         mains: list[Callable[[], object]] = []
         for number, rt in enumerate(runtimes):
             replica = number // (world.ranks * world.lanes)
-            rows = of_replica(spec, batch, replica, world.replicas)
             program = self._recorded(programs[rt.rank], rt, {} if replica else looks.record, number)
-            mains.append(partial(self._run_replica, program, rt, number, rows, looks.check))
+            mains.append(partial(self._run_replica, program, rt, number, batches[replica], looks.check))
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
         return run_all(
@@ -278,7 +278,10 @@ class LocalRunner:
     def _replay_locally(
         self, ranks: LocalRanks, batch: object, threads: int
     ) -> Sequence[torch.Tensor | None]:
-        run = partial(self._run_locally, ranks.world, programs=self._local_programs, threads=threads)
+        def run(runtimes: Sequence[Runtime], batch: object) -> list[torch.Tensor | None]:
+            batches = of_replicas(self.plan.step, batch, self.plan.replicas)
+            return self._run_locally(ranks.world, runtimes, batches, self._local_programs, threads)
+
         ranks.replays = ranks.replays or Replays("always", self.device, run)
         ranks.replays.run = run
         ranks.shares = ranks.shares or [{} for _ in ranks.runtimes]
@@ -338,7 +341,7 @@ class LocalRunner:
         """
         if record and rt.lanes is not None:
             raise RunError("Ops of lanes cannot be recorded: they need those of the other lanes.")
-        if not record.keys() & {*program.ops}:
+        if not record.keys() & {*program.ops_of(rt.places)}:
             return program
         source, dtype = self.artifact.programs[rt.rank], self.plan.step.default_dtype
         recorded = Recording(record, rt, number, source, dtype).of(self._program(rt.rank))
@@ -407,6 +410,19 @@ _MIXED = (
     "look at each other. For a decoder of transformers set use_cache=False in its config before it is "
     "compiled, or call fxpipe.use_packed_attention(model); else train on samples one by one."
 )
+
+
+def _of_each(batches: Sequence[T], run: Callable[[T], R]) -> list[R]:
+    """Run a function of the batch of each replica; its BatchErrors name the replica, if there are several."""
+    results = []
+    for replica, batch in enumerate(batches):
+        try:
+            results.append(run(batch))
+        except BatchError as error:
+            if len(batches) == 1:
+                raise
+            raise BatchError(f"Replica {replica}: {error}") from error
+    return results
 
 
 def _outputs_of(runtimes: Sequence[Runtime]) -> tuple[dict[str, torch.Tensor], Listed]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -12,11 +12,7 @@ import torch
 
 from fxpipe.errors import BatchError, FxpipeError, RunError, number_of
 from fxpipe.plan.artifact import Artifact
-from fxpipe.runtime.batch.lengths import (
-    all_leaves,
-    are_listed,
-    checked,
-)
+from fxpipe.runtime.batch.lengths import Lengths, all_leaves, are_listed, checked
 from fxpipe.runtime.batch.outputs import Collected, StepResult, requested
 from fxpipe.runtime.batch.which_programs import are_others, says
 from fxpipe.runtime.debug.finite import place_of_failure
@@ -59,6 +55,7 @@ class Runner(RankRunner):
     """Runs the program of this process's rank.  ``stop_asked``: whether this rank was asked to end the run.
     ``stops``: whether one of the ranks was, before the last step; the same on all ranks.  ``is_evaluation``:
     whether it is that of ``pipe.evaluate``.  ``like``: that whose number of the step this one goes on with.
+    ``of_replicas``: the lengths of the microbatches of each replica, in the last step.
     """
 
     stop_asked: bool = False
@@ -66,6 +63,7 @@ class Runner(RankRunner):
     is_evaluation: bool = False
     like: Runner | None = None
     bubble: float | None = None
+    of_replicas: Sequence[Sequence[Lengths]] = ()
     _last: Runner | None = None  # not itself, which would keep the model alive in a circle
 
     @property
@@ -106,14 +104,14 @@ class Runner(RankRunner):
         self._last = self._for(batch, len(lengths))
         if self._last is not None:
             return self._step_of_other(self._last, batch, looks)
-        rt, spec = self.runtime, self.plan.step.with_microbatches(len(lengths))
-        program = self._own_program
-        if spec.lengths:
+        rt, program = self.runtime, self._own_program
+        if self.plan.step.lengths:
             (program,) = self._orders.of(of_replicas, [program])
-        rt.spec, self.bubble = spec, program.bubble
+        self.of_replicas, self.bubble = [each for each, _ in of_replicas], program.bubble
+        rt.expect(self.plan.step, self.of_replicas, self._orders.places(of_replicas))
+        spec = rt.spec
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
-        rt.sizes = lengths
         number = rt.step_number = self.step_number
         with self._watched(rt, program):
             with self._refused_by_all(rt, number):
@@ -317,7 +315,11 @@ class Runner(RankRunner):
         if self.process is None:
             return contextlib.nullcontext()
         return self.process.watch.step(
-            rt, self.process, program.ops, self._named(rt.step_number), trains=not self.is_evaluation
+            rt,
+            self.process,
+            program.ops_of(rt.places),
+            self._named(rt.step_number),
+            trains=not self.is_evaluation,
         )
 
     def _named(self, step: int) -> str:
