@@ -77,6 +77,8 @@ class Captured:
     """The functions of hooks that the forward registered by itself."""
     sources: tuple[weakref.ref[torch.Tensor], ...] = ()
     """The model's own tensors that constants are copies of."""
+    stored: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """What the forward sets of Python state (``RecordedState.stored``)."""
     asked: Asked = ASKED_NOTHING
     """What the forward asks of tensors."""
     written: frozenset[str] = frozenset()
@@ -254,6 +256,7 @@ def _traced(
             *clean(module, [x.input for x in traced_inputs], step.aliases, frozen),
             own_hooks=tuple(sorted(after - before)),
             sources=sources,
+            stored=recorded.stored(),
             asked=step.asked,
             written=frozenset(written),
             masks=step.masks,
