@@ -295,7 +295,14 @@ def _run(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(step.constants.detach)
-        for context in (flag(), *checkpoints, *as_written, patches.without_log(), mode):
+        for context in (
+            flag(),
+            *checkpoints,
+            *as_written,
+            patches.without_log(),
+            step.recorded.watching(),
+            mode,
+        ):
             stack.enter_context(context)
         if mesh_of(model) is None:  # whose code speaks of lanes
             stack.enter_context(patches.default_group(step.world, options.has_group or options.replicas != 1))

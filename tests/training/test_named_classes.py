@@ -440,7 +440,7 @@ class Annealed(nn.Module):
 class Sized(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale = 0
+        self.scale = 2  # as an eager forward leaves it
 
     def forward(self, x):
         self.scale = len(x.shape)
@@ -453,7 +453,7 @@ def test_what_the_script_sets_by_a_name_that_code_sets_elsewhere(name):
     pipe = fxpipe.compile(model, batch, ranks=1, microbatches=1, schedule="1f1b", check=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(**batch)  # which sets what the forward sets
+        model(x=torch.ones(1, 2, 2))  # which sets what the forward sets
         pipe.step(batch)
     model.update(0.5) if name == "rate" else setattr(model, name, 0.5)
     with pytest.warns(match=f"The model's {name} was 1.0 when it was compiled, and is 0.5"):
