@@ -205,7 +205,7 @@ def test_a_loss_that_is_divided_where_its_gradients_are_not(divided):
     first, second = told_of_updates((4, divided), (4, divided))
     assert "divides the losses of 4 steps by their number, and not the gradients" in str(first)
     assert second == []
-    assert told_of_updates((4, divided), way="scale", arguments=[0.25]) == [[]]
+    assert told_of_updates((4, divided), (4, divided), way="scale", arguments=[0.25]) == [[], []]
 
 
 def test_a_norm_of_gradients_that_were_changed_before():

@@ -100,8 +100,6 @@ class _Comparison:
         if not (before.any() or after.any()):
             return Change(Kind.ABSENT if any(self.written) else Kind.NOTHING)
         if torch.equal(before, after):
-            if self.if_undivided:
-                warnings.warn(self.if_undivided, stacklevel=2)
             return Change(Kind.WRITTEN if any(self.written) and not self.norm_is_known else Kind.NOTHING)
         factor = float(before @ after / before.square().sum())
         limit = abs(factor) * self.resolution * before.abs() + torch.finfo(self.gradients.dtype).tiny
@@ -245,19 +243,13 @@ class ScriptChanges:
         self._begun.append(begun)
 
     def _if_undivided(self) -> str:
-        """What to warn of where an update has the sum of the gradients of several steps, once; "" where that
-        may be meant."""
+        """What to warn of where an update has the sum of the gradients of several steps; "" where that may be
+        meant."""
         steps, most = self._steps, self._most
         self._most = max(most, steps)
-        if self._has_told_of_sum or steps == 1:
-            return ""
-        text = ""
-        if any(abs(steps / by - 1) < 1e-6 for by in self.divisors):
-            text = _LOSS_DIVIDED.format(steps=steps)
-        elif 0 < most < steps:
-            text = _LEFT_OUT.format(steps=steps, most=most)
-        self._has_told_of_sum = bool(text)
-        return text
+        if steps > 1 and any(abs(steps / by - 1) < 1e-6 for by in self.divisors):
+            return _LOSS_DIVIDED.format(steps=steps)
+        return _LEFT_OUT.format(steps=steps, most=most) if 0 < most < steps else ""
 
     def norm_asked(self) -> None:
         """The script gets the norm of all gradients, which a step of another pipeline of the model may have
@@ -311,7 +303,13 @@ class ScriptChanges:
             comparisons, self._earlier, self._begun = self._earlier, self._begun, []
         else:
             comparisons, self._earlier, self._begun = self._earlier + self._begun, [], []
-        changes = {comparison.change() for comparison in comparisons} - {UNKNOWN}
+        found = [(comparison, comparison.change()) for comparison in comparisons]
+        for comparison, change in found:
+            is_unchanged = change.kind in (Kind.NOTHING, Kind.WRITTEN)
+            if is_unchanged and comparison.if_undivided and not self._has_told_of_sum:
+                self._has_told_of_sum = True
+                warnings.warn(comparison.if_undivided, stacklevel=2)
+        changes = {change for _, change in found} - {UNKNOWN}
         kind = max((change.kind for change in changes), default=Kind.ABSENT)
         if kind in (Kind.FACTOR, Kind.OTHER_FACTOR) and len(changes) > 1:
             return Change(Kind.GRADIENTS)
