@@ -238,9 +238,9 @@ def test_a_loss_that_a_function_hides_is_told_where_it_is_a_mean(name, of):
 @pytest.mark.filterwarnings("ignore")
 def test_what_hooks_keep_is_put_back():
     """A script that looks there would find tensors of the trace."""
-    kept, model = [], Net()
+    norms, results, model = [], [], Net()
     for parameter in (model.a.weight, model.b.weight):
-        parameter.register_hook(lambda grad: kept.append(grad.norm()))
-    model.a.register_forward_hook(lambda module, args, result: kept.append(result))
+        parameter.register_hook(lambda grad: norms.append(grad.norm()))
+    model.a.register_forward_hook(lambda module, args, result: results.append(result))
     capture(model, {"x": torch.ones(2, 4)}, None, 1.0, torch.device("cpu"), CAPTURE_ALL)
-    assert kept == []
+    assert norms == results == []
