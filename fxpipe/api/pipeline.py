@@ -205,7 +205,9 @@ class Pipeline(Weights, Views):
         with self._clock.step(self._share), self._runner.as_traced():
             result = self._runner.step(batch, looks)
         if result.loss is not None and self.artifact.plan.trains:
-            result = replace(result, loss=result.loss.as_subclass(StepLoss))  # its backward() has run
+            loss = result.loss.as_subclass(StepLoss)  # its backward() has run
+            loss.divisors = None if self.process is None else self._runner.rank_digests.changes.divisors
+            result = replace(result, loss=loss)
         return _loss(result) if outputs is None else result
 
     def _share(self) -> float:

@@ -77,6 +77,8 @@ class Captured:
     """The functions of hooks that the forward registered by itself."""
     sources: tuple[weakref.ref[torch.Tensor], ...] = ()
     """The model's own tensors that constants are copies of."""
+    stored: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """What the forward sets of Python state (``RecordedState.stored``)."""
     asked: Asked = ASKED_NOTHING
     """What the forward asks of tensors."""
     written: frozenset[str] = frozenset()
@@ -254,6 +256,7 @@ def _traced(
             *clean(module, [x.input for x in traced_inputs], step.aliases, frozen),
             own_hooks=tuple(sorted(after - before)),
             sources=sources,
+            stored=recorded.stored(),
             asked=step.asked,
             written=frozenset(written),
             masks=step.masks,
@@ -292,7 +295,14 @@ def _run(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(step.constants.detach)
-        for context in (flag(), *checkpoints, *as_written, patches.without_log(), mode):
+        for context in (
+            flag(),
+            *checkpoints,
+            *as_written,
+            patches.without_log(),
+            step.recorded.watching(),
+            mode,
+        ):
             stack.enter_context(context)
         if mesh_of(model) is None:  # whose code speaks of lanes
             stack.enter_context(patches.default_group(step.world, options.has_group or options.replicas != 1))

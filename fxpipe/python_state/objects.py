@@ -119,6 +119,11 @@ def class_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def kind_of(owner: object) -> str:
+    """The path of the class of an object; of a class, its own."""
+    return class_path(owner if isinstance(owner, type) else type(owner))
+
+
 def joined(path: str, name: object) -> str:
     return f"{path}.{name}" if path and name != "" else path or str(name)
 

@@ -45,7 +45,7 @@ from fxpipe.python_state.objects import (
     keeps_state,
 )
 from fxpipe.runtime.functions import name_and_line, names_in
-from fxpipe.runtime.torch_private import tensors_by_kind
+from fxpipe.runtime.torch_private import gradient_hooks, tensors_by_kind
 
 LOSS = "loss_fn"
 """The path of the loss function."""
@@ -219,7 +219,12 @@ class PythonState:
         for name, x in entries.items():
             if is_module and name in OF_MODULES:
                 hooks = x.values() if "hooks" in name and isinstance(x, dict) else ()
-                rest += (Owner(owner.path, hook, True, owner, name) for hook in hooks)
+                each = [Owner(owner.path, hook, True, owner, name) for hook in hooks]
+                if name.startswith(("_forward", "_backward")):
+                    for hook in each:
+                        self._follow(hook)
+                else:
+                    rest += each
                 continue
             entry = Owner(joined(owner.path, name), x, not is_module, owner, str(name))
             if owner.is_far:
@@ -229,6 +234,8 @@ class PythonState:
         for name, x in tensors_by_kind(thing)[0].items() if is_module else ():
             for attribute in () if x is None else vars(x):
                 self._wait(Owner(joined(owner.path, name), x, True, owner, attribute))
+            for hook in () if x is None else gradient_hooks(x).values():
+                self._follow(Owner(owner.path, hook, True, owner, name))
         if isinstance(thing, types.FunctionType):
             defaults = thing.__defaults__, thing.__kwdefaults__
             rest += [Owner(joined(owner.path, "defaults"), x, True, owner, "defaults") for x in defaults]

@@ -110,9 +110,9 @@ def state_hooks(module: torch.nn.Module) -> list[tuple[str, Any]]:
     return [(kind, getattr(hook, "hook", hook)) for kind, hook in pairs]
 
 
-def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The numbers of the hooks that a leaf's gradient has."""
-    return (*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ()))
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """The hooks that a leaf's gradient has: number -> function."""
+    return {**(tensor._backward_hooks or {}), **(tensor._post_accumulate_grad_hooks or {})}
 
 
 #: The hooks of all optimizers that are not the user's, by torch's numbers.

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.capture.rules import loss_tail
 from fxpipe.errors import BatchError
+from fxpipe.ir.nodes import input_nodes
 
 ROWS, LENGTH, WORDS, WIDTH = 2, 5, 12, 8
 Loss = Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
@@ -869,3 +871,31 @@ def test_a_sum_times_a_number_is_told(factor):
 def test_a_sum_of_any_form_compiles(loss_fn):
     options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "loss_fn": loss_fn}
     fxpipe.compile(torch.nn.Linear(4, 4), (torch.ones(2, 4),), **options)
+
+
+def test_parts_of_a_divisor_are_looked_at_once(monkeypatch):
+    """Each is made of the one before twice: there are 2^50 ways from the divisor to its count."""
+    asked = []
+
+    def inputs_of(node):
+        asked.append(node)
+        assert len(asked) < 10_000
+        return input_nodes(node)
+
+    monkeypatch.setattr(loss_tail, "input_nodes", inputs_of)
+
+    def loss_fn(output, batch):
+        count = (batch["y"] >= 0).sum()
+        for _ in range(50):
+            count = (count.clamp(min=1) + count.clamp(max=99)) / 2
+        return (per_token(output, batch["y"]) * (batch["y"] >= 0)).sum() / count
+
+    class Logits(Model):
+        def forward(self, x):
+            return self.head(torch.tanh(self.hidden(self.embed(x))))
+
+    batch = {name: torch.randint(WORDS, (4, LENGTH)) for name in ("x", "y")}
+    example = {name: rows[:ROWS] for name, rows in batch.items()}
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
+    pipe = fxpipe.compile(Logits(None), example, loss_fn=loss_fn, **options)
+    assert len(pipe.plan.batch_means) == 1

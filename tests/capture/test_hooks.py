@@ -233,3 +233,14 @@ def test_a_loss_that_a_function_hides_is_told_where_it_is_a_mean(name, of):
     is_told = any("begins with a gradient of its own, of a mean" in str(x.message) for x in given)
     assert is_told == (name in ("mean", "labels", "shares"))
     assert torch.allclose(gradient, net.a.weight.grad, atol=1e-6) != is_told
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_hooks_keep_is_put_back():
+    """A script that looks there would find tensors of the trace."""
+    norms, results, model = [], [], Net()
+    for parameter in (model.a.weight, model.b.weight):
+        parameter.register_hook(lambda grad: norms.append(grad.norm()))
+    model.a.register_forward_hook(lambda module, args, result: results.append(result))
+    capture(model, {"x": torch.ones(2, 4)}, None, 1.0, torch.device("cpu"), CAPTURE_ALL)
+    assert norms == results == []

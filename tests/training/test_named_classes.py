@@ -4,6 +4,7 @@ functions, and objects that the forward makes; and what a loss function reads, a
 import argparse
 import dataclasses
 import types
+import warnings
 import weakref
 from unittest import mock
 
@@ -417,3 +418,70 @@ def test_what_a_constructor_sets_is_no_state_of_the_model():
     model.layer = nn.Linear(2, 2).requires_grad_(requires_grad=False)
     model.layer.forward = lambda x: x
     assert settings.changes(model)
+
+
+class Annealed(nn.Module):
+    """The script calls ``update``, as the forward calls that of a dict; ``Sized`` sets its own ``scale``."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled, self.layer = Sized(), nn.Linear(2, 2)
+        self.rate = self.scale = 1.0
+
+    def update(self, rate):
+        self.rate = rate
+
+    def forward(self, x):
+        kept = {}
+        kept.update(x=self.layer(self.scaled(x)))
+        return (kept["x"] * self.rate * self.scale).square().mean()
+
+
+class Sized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 2  # as an eager forward leaves it
+
+    def forward(self, x):
+        self.scale = len(x.shape)
+        return x / self.scale
+
+
+@pytest.mark.parametrize("name", ["rate", "scale"])
+def test_what_the_script_sets_by_a_name_that_code_sets_elsewhere(name):
+    model, batch = Annealed(), {"x": torch.ones(2, 2)}
+    pipe = fxpipe.compile(model, batch, ranks=1, microbatches=1, schedule="1f1b", check=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x=torch.ones(1, 2, 2))  # which sets what the forward sets
+        pipe.step(batch)
+    model.update(0.5) if name == "rate" else setattr(model, name, 0.5)
+    with pytest.warns(match=f"The model's {name} was 1.0 when it was compiled, and is 0.5"):
+        pipe.step(batch)
+
+
+def hooked_module(model, hook):
+    model.layer.register_forward_hook(lambda module, inputs, output: hook(output))
+
+
+def hooked_gradient(model, hook):
+    model.layer.weight.register_hook(hook)
+
+
+@pytest.mark.parametrize("register", [hooked_module, hooked_gradient])
+@pytest.mark.parametrize("changes", ["number", "tensor"])
+def test_what_hooks_read(register, changes):
+    model, batch = Annealed(), {"x": torch.ones(2, 2)}
+    settings, mask = types.SimpleNamespace(factor=1.0), torch.ones(2)
+    register(model, lambda x: x * mask * settings.factor)
+    pipe = fxpipe.compile(model, batch, ranks=1, microbatches=1, schedule="1f1b", check=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.step(batch)
+    if changes == "number":
+        settings.factor = 0.5
+    else:
+        mask[0] = 0.0
+    text = "factor was 1.0 when" if changes == "number" else "mask in .* has other values than when"
+    with pytest.warns(match=text):
+        pipe.step(batch)

@@ -20,6 +20,7 @@ from fxpipe.training.optimizer import script_changes
 from fxpipe.training.optimizer.batch_digest import Facts, difference, words
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 from fxpipe.training.optimizer.script_changes import Change, Kind, ScriptChanges, different_changes
+from fxpipe.training.optimizer.step_loss import StepLoss
 
 RANKS, BATCH = 2, torch.randn(4, 8)
 RESOLUTION = 1e-6
@@ -167,6 +168,46 @@ def test_a_mean_over_steps_that_may_be_one_over_processes(monkeypatch, processes
     assert any("their average over processes" in str(x.message) for x in given) is tells
 
 
+def told_of_updates(*updates, way="leave", arguments=(), allowed=False):
+    """What is told of updates, each with the gradients of so many steps; the losses by whose number they are
+    divided, if any."""
+    rank, told = Rank(0, allowed=allowed, steps=0), []
+    for steps, divided in updates:
+        for step in range(steps):
+            rank.changes.compare(gradients_alone=True)
+            rank.changes.change(at_once=True)
+            rank.changes.stepped(adds=step > 0)
+            if divided:
+                loss = torch.tensor(3.0).as_subclass(StepLoss)
+                loss.divisors = rank.changes.divisors
+                assert float(divided(loss)) == 3.0 / steps
+        getattr(rank, way)(*arguments)
+        rank.changes.compare()
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            rank.changes.change(at_once=True)
+        told.append([str(x.message) for x in given])
+    return told
+
+
+def test_gradients_of_a_batch_that_was_left_out():
+    """Its loss was too large, say, and plain torch takes no backward of it."""
+    first, second, third = told_of_updates((1, None), (2, None), (3, None))
+    assert (first, third) == ([], [])
+    assert "has the gradients of 2 steps, where earlier ones had those of 1 at most" in str(second)
+    for regular in ([(4, None), (4, None), (2, None), (4, None)], [(2, None), (1, None), (1, None)]):
+        assert told_of_updates(*regular) == [[] for _ in regular]
+    assert told_of_updates((1, None), (2, None), allowed=True) == [[], []]
+
+
+@pytest.mark.parametrize("divided", [lambda x: x / 4, lambda x: x * 0.25, lambda x: x.clone().div_(4)])
+def test_a_loss_that_is_divided_where_its_gradients_are_not(divided):
+    first, second = told_of_updates((4, divided), (4, divided))
+    assert "divides the losses of 4 steps by their number, and not the gradients" in str(first)
+    assert second == []
+    assert told_of_updates((4, divided), (4, divided), way="scale", arguments=[0.25]) == [[], []]
+
+
 def test_a_norm_of_gradients_that_were_changed_before():
     rank = Rank(0)
     rank.scale_data(0.5)
@@ -303,6 +344,18 @@ class NeedsMore(ClipsAll):
         self.base = base
 
 
+class ClipsByItsAttribute(torch.optim.SGD):
+    """Made by its options alone, it clips no gradients of a trial."""
+
+    def __init__(self, params, lr, largest=1e20):
+        super().__init__(params, lr=lr)
+        self.largest = largest
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.largest)
+        return super().step(closure)
+
+
 def test_an_optimizer_of_the_users_own_that_needs_what_other_ranks_have():
     rank = Rank(0)
     before = [p.detach().clone() for p in rank.parameters]
@@ -311,8 +364,21 @@ def test_an_optimizer_of_the_users_own_that_needs_what_other_ranks_have():
     assert all(map(torch.equal, before, rank.parameters))
     ClipsAll(rank.parameters[:2], lr=0.0).step()  # what it updates may be here alone
     rank = Rank(0)
-    NeedsMore(rank.parameters, base=None, lr=0.0).step()
+    NeedsMore(rank.parameters, base=(x for x in ()), lr=0.0).step()  # which cannot be copied
     assert rank.changes.change(at_once=False) == Change(Kind.NOTHING)
+
+
+def test_an_optimizer_of_the_users_own_is_tried_with_its_attributes():
+    rank, log = Rank(0), []
+    scheduled = NeedsMore(rank.parameters, base=log, lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(scheduled)  # puts another step into its attributes
+    before = [p.detach().clone() for p in rank.parameters]
+    for optimizer in (scheduled, ClipsByItsAttribute(rank.parameters, lr=0.1, largest=0.1)):
+        rank.changes.stepped()
+        with pytest.raises(RunError, match="updates a parameter by the values of others, which other r"):
+            optimizer.step()
+        assert all(map(torch.equal, before, rank.parameters))
+    assert not log
 
 
 def test_an_optimizer_compares_once_before_each_update(monkeypatch):
@@ -391,5 +457,8 @@ def test_the_backward_has_run():
     file.seek(0)
     assert [type(x) for x in torch.load(file)] == [torch.Tensor] * 2, "without a class of fxpipe"
     other = torch.ones((), requires_grad=True)
-    (loss + 3 * other).backward()
-    assert other.grad == 3.0
+    (loss + 3 * other + loss.detach() * other).backward()
+    assert other.grad == 3.0 + loss
+    for wrong in (0.5 * loss + other, other - loss, torch.add(other, loss, alpha=2), (loss + other) / 2):
+        with pytest.raises(RunError, match=r"no summand with the factor 1: its gradients, which pipe\.step"):
+            wrong.backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import PurePath
 
 import torch
@@ -178,11 +177,18 @@ class Tail:
     def _counts(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The sums over rows of which a divisor is made, beside fixed numbers; none where it is made of
         anything else."""
-        if self._is_sum(node):
-            return (node,)
-        parts = [self._counts(x) for x in input_nodes(node) if not self.is_fixed(x)]
-        is_made = packet_of(node) in _OF_COUNTS and all(parts)
-        return tuple(dict.fromkeys(chain(*parts))) if is_made else ()
+        counts, seen, todo = dict[fx.Node, None](), set[fx.Node](), [node]
+        while todo:
+            part = todo.pop()
+            if self._is_sum(part):
+                counts[part] = None
+            elif part not in seen:
+                seen.add(part)
+                inputs = [x for x in input_nodes(part) if not self.is_fixed(x)]
+                if packet_of(part) not in _OF_COUNTS or not inputs:
+                    return ()
+                todo += inputs
+        return tuple(counts)
 
     def is_fixed(self, node: fx.Node) -> bool:
         """Whether a value of data is the same for all rows."""

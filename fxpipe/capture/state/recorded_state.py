@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -11,13 +12,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
-from fxpipe.capture.state.state_slots import NamedPlaces, Opaque, State, is_alike
+from fxpipe.capture.state.state_slots import NamedPlaces, Opaque, State, differing, is_alike
 from fxpipe.python_state.objects import (
     OF_MODULES,
     OPAQUE,
@@ -26,6 +29,7 @@ from fxpipe.python_state.objects import (
     has_hidden_state,
     is_users,
     keeps_state,
+    kind_of,
     slot_names,
 )
 from fxpipe.python_state.walk import Owner, PythonState
@@ -52,6 +56,7 @@ class RecordedState:
     is_whole: bool = True
     at_begin: list[object] = field(default_factory=list)
     between: list[object] = field(default_factory=list)
+    _set_again: dict[str, set[str]] = field(default_factory=dict)
 
     @staticmethod
     def of(walked: PythonState) -> RecordedState:
@@ -94,6 +99,32 @@ class RecordedState:
         """Whether some state is another one than when the trace began."""
         pairs = zip(self.states, self.at_begin, strict=True)
         return any(not is_alike(state.now(), before) for state, before in pairs)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note for ``stored`` what a block sets of modules."""
+        sets = nn.Module.__setattr__
+
+        def noted(module: nn.Module, name: str, value: Any) -> None:
+            self._set_again.setdefault(kind_of(module), set()).add(name)
+            sets(module, name, value)
+
+        with mock.patch.object(nn.Module, "__setattr__", noted):
+            yield
+
+    def stored(self) -> dict[str, set[str]]:
+        """The attributes, globals and variables that the forward has set in this trace, by ``kind_of`` what
+        has them; of modules also those that got the value that they had."""
+        stored = {kind: {*names} for kind, names in self._set_again.items()}
+        now = [state.now() for state in self.states]
+        for then, later in pairwise(filter(None, (self.at_begin, self.between, now))):
+            for state, a, b in zip(self.states, then, later, strict=True):
+                if isinstance(a, dict) and (names := differing(a, b)):
+                    variable = getattr(state.place, "variable", "")
+                    stored.setdefault(kind_of(state.owner.thing), set()).update(
+                        [variable] if variable else names
+                    )
+        return stored
 
     def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that places of state have got since, with their names for messages."""

@@ -171,6 +171,11 @@ def is_alike(a: object, b: Any) -> bool:
     return bool(a == b)  # sets and bytes
 
 
+def differing(a: dict[object, object], b: dict[object, object]) -> set[str]:
+    """The keys under which two places have other contents."""
+    return {str(key) for key in {*a, *b} if not _is_same(a.get(key, _ABSENT), b.get(key, _ABSENT))}
+
+
 def _is_same(a: object, b: object) -> bool:
     return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and bool(a == b))
 

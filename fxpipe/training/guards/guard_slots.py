@@ -23,6 +23,7 @@ from fxpipe.python_state.objects import (
     function_of,
     has_attributes,
     is_plain,
+    kind_of,
 )
 from fxpipe.runtime.functions import name_and_line
 from fxpipe.runtime.torch_private import tensors_by_kind
@@ -58,11 +59,21 @@ class Numbers(NamedTuple):
 @dataclass(frozen=True)
 class Compared:
     """What is compared.  ``reads``: the names that functions read.  ``sets``: those that they set, which are
-    not.  ``constants``: tensors whose values programs hold, by id."""
+    not.  ``constants``: tensors whose values programs hold, by id.  ``stored``: what the forward has set in
+    the trace, by ``kind_of`` what has it, if that is known: a method of a name that code calls may be the
+    script's, and another object may have an attribute of the same name.
+    """
 
     reads: Collection[str]
     sets: Collection[str]
     constants: Mapping[int, weakref.ref[torch.Tensor]]
+    stored: Mapping[str, Collection[str]] | None = None
+
+    def is_set(self, owner: object, name: str) -> bool:
+        """Whether the model's own code sets what an owner has under a name, or nothing reads that."""
+        if name not in self.sets or self.stored is None or owner is None:
+            return name in self.sets
+        return name not in self.reads or name in self.stored.get(kind_of(owner), ())
 
     def is_constant(self, x: object) -> bool:
         ref = self.constants.get(id(x))  # another one may have the address of one that is gone
@@ -121,7 +132,7 @@ class GuardSlots:
             self.values[""] = code(type(owner))
         for name, x in _compared_contents(owner, self.constants).items():
             is_read = is_function or name in reads
-            if name in self.compared.sets or (self.is_far and not is_read):
+            if self.compared.is_set(owner, name) or (self.is_far and not is_read):
                 continue
             self.names.append(name)
             value = self.compared.value(x)

@@ -230,6 +230,6 @@ def _hooks(
             if numbers:
                 of_pass[where] = of_pass.get(where, ()) + numbers
     for name, parameter in parameters.items():
-        if numbers := gradient_hooks(parameter):
+        if numbers := (*gradient_hooks(parameter),):
             passes[1][f"{PARAMETER} {name}"] = numbers
     return passes

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class PythonGuards:
     """The Python of a model and its loss function when this is made, and how it changes.
 
     It does not keep the model.  constants: the tensors that programs hold the values of.
-    walked: what the model and the loss function reach, if it is known.
+    walked: what the model and the loss function reach, if it is known.  stored: see ``Compared``.
     """
 
     def __init__(
@@ -73,11 +73,12 @@ class PythonGuards:
         loss_fn: object = None,
         constants: Sequence[weakref.ref[torch.Tensor]] = (),
         walked: PythonState | None = None,
+        stored: Mapping[str, Collection[str]] | None = None,
     ):
         self._loss_fn = loss_fn
         walked = PythonState.of(model, loss_fn) if walked is None else walked
         by_id = {id(tensor): ref for ref in constants if (tensor := ref()) is not None}
-        self._compared = Compared(walked.reads, walked.sets, by_id)
+        self._compared = Compared(walked.reads, walked.sets, by_id, stored)
         self._slots = self._slots_of(walked)
         self._ids = ComparedIds(self._slots)
         self._then: Mapping[Key, object] = _described(self._slots)
@@ -109,8 +110,10 @@ class PythonGuards:
         changes = []
         for path, name in keys:
             before, after = self._then.get((path, name)), now.get((path, name))
-            if before != after and self._matters(path, name, now, trains):
-                owner = owners.get(path)
+            owner = owners.get(path)
+            holder = owner if name else owners.get(path.rpartition(".")[0])
+            is_set = self._compared.is_set(holder, name or path.rpartition(".")[2])
+            if before != after and not is_set and self._matters(path, name, now, trains):
                 of_class = _of_class(owner, name)
                 before, after = (of_class if x is None else x for x in (before, after))
                 is_function = isinstance(owner, types.FunctionType)
@@ -128,8 +131,6 @@ class PythonGuards:
 
     def _matters(self, path: str, name: str, now: Mapping[Key, object], trains: bool) -> bool:
         owner = path, ""
-        if (name or path.rpartition(".")[2]) in self._compared.sets:
-            return False
         if name == "training" and now.get(("", name)) != self._then.get(("", name)):
             return trains and not path and name in self._compared.reads  # one message for all modules
         if not name and path not in self._paths:

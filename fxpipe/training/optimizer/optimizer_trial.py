@@ -8,6 +8,7 @@ gradients, or first updates otherwise.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.torch_private import TorchDispatchMode
 from fxpipe.training.model.rollback import Rollback
-from fxpipe.training.optimizer.groups import Group, assembled, name_of
+from fxpipe.training.optimizer.groups import Group, MakesOptimizer, assembled, name_of
 from fxpipe.training.optimizer.several_optimizers import optimizers_in
 
 #: The sizes of the gradients, update by update.
@@ -100,7 +101,8 @@ def check_groups(
 def check_users_optimizer(optimizer: Optimizer, dims: frozenset[int], device: torch.device) -> None:
     """Raise RunError for an optimizer of the user's own that cannot update its parameters on one rank alone.
 
-    dims: along which ranks have parts of some.  One that cannot be made again by its options is not tried.
+    dims: along which ranks have parts of some.  It is made again by its options, and with its attributes;
+    what can be neither is not tried.
     """
     cls, defaults = type(optimizer), optimizer.defaults
     made_with = {name: defaults[name] for name in inspect.signature(cls).parameters.keys() & defaults.keys()}
@@ -110,12 +112,29 @@ def check_users_optimizer(optimizer: Optimizer, dims: frozenset[int], device: to
         groups.append(Group(cls, made_with, options))
         kinds.append(_extremes((Table(tuple(p.shape), dims) for p in group["params"]), _LENGTH**2, _LENGTH))
     with torch.random.fork_rng([device] if is_accelerator(device) else []):
-        try:
-            check_separable(_Trial.of(_with_rates(groups), kinds, device))
-        except RunError:
-            raise
-        except Exception:  # noqa: BLE001 - a class of the user's, which may need more than its options
-            return
+        for way in (cls, _copies_of(optimizer)):
+            alike = [replace(each, cls=way, defaults=made_with if way is cls else {}) for each in groups]
+            try:
+                check_separable(_Trial.of(_with_rates(alike), kinds, device))
+            except RunError:
+                raise
+            except Exception:  # noqa: BLE001 - a class of the user's, which may need more
+                continue
+
+
+def _copies_of(optimizer: Optimizer) -> MakesOptimizer:
+    """What makes optimizers with copies of an optimizer's attributes, but for those that each has."""
+    cls, of_each = type(optimizer), vars(Optimizer([Parameter(torch.empty(0))], {})).keys()
+    own = {name: x for name, x in vars(optimizer).items() if name not in of_each and not hasattr(cls, name)}
+
+    def copied(groups: Any, **_: object) -> Optimizer:
+        other = cls.__new__(cls)
+        Optimizer.__init__(other, groups, {**optimizer.defaults})
+        vars(other).update(copy.deepcopy(own))
+        return other
+
+    copied.__name__ = cls.__name__
+    return copied
 
 
 def _with_rates(groups: Sequence[Group]) -> list[Group]:

@@ -78,6 +78,7 @@ class _Comparison:
     there.  ``norm_is_known``: whether the script has the norm of all gradients, so that any factor, 1 too,
     may be by it.  ``is_averaged``: whether a division by the steps may be one by the processes.
     ``resolution``: the error that a product may have.  ``copied``: when the elements are on the CPU.
+    ``if_undivided``: what to warn of where the script has not changed the gradients.
     """
 
     gradients: torch.Tensor
@@ -88,6 +89,7 @@ class _Comparison:
     is_averaged: bool
     resolution: float
     copied: torch.Event | None
+    if_undivided: str = ""
 
     def change(self) -> Change:
         if self.copied is not None:
@@ -130,14 +132,17 @@ class ScriptChanges:
     rank: int
     allowed: bool = False
     known: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    divisors: set[float] = field(default_factory=set)  # of the losses of the steps whose gradients are there
     _names: tuple[str, ...] = ()  # of the gradients, if other processes have others
     _turn: int = 0
     _steps: int = 0  # whose gradients are there
+    _most: int = 0  # whose gradients an update had
     _begins: bool = False  # whether the next step begins a new sum
     _knows_norm: bool = False  # of all gradients, as the last step has left them
     _collectives: int = 0  # of the script's, before the last step was over
     _left: int = 0  # gradients that the last step has left
     _has_warned: bool = False
+    _has_told_of_sum: bool = False
     _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
     _begun: list[_Comparison] = field(default_factory=list)
     _earlier: list[_Comparison] = field(default_factory=list)
@@ -162,6 +167,8 @@ class ScriptChanges:
     def stepped(self, *, adds: bool = False) -> None:
         """Remember the gradients that a step has left.  adds: whether it has added to those of the last."""
         self._steps = self._steps + 1 if adds and not self._begins else 1
+        if self._steps == 1:
+            self.divisors.clear()
         self._knows_norm = self._begins = False
         self._collectives = collectives_begun()
         self._turn += 1
@@ -208,6 +215,7 @@ class ScriptChanges:
         self._begins |= not gradients_alone or all(written)
         then = [x for name in there if (x := after_step[name].elements) is not None]
         now = _elements([p for name, p in there.items() if after_step[name].elements is not None])
+        text = "" if gradients_alone else self._if_undivided()
         if self.allowed or not now:
             return
         gradients, values = (
@@ -230,8 +238,18 @@ class ScriptChanges:
             is_averaged=has_communicated and self._steps == dist.get_world_size(),
             resolution=self.resolution,
             copied=copied,
+            if_undivided=text,
         )
         self._begun.append(begun)
+
+    def _if_undivided(self) -> str:
+        """What to warn of where an update has the sum of the gradients of several steps; "" where that may be
+        meant."""
+        steps, most = self._steps, self._most
+        self._most = max(most, steps)
+        if steps > 1 and any(abs(steps / by - 1) < 1e-6 for by in self.divisors):
+            return _LOSS_DIVIDED.format(steps=steps)
+        return _LEFT_OUT.format(steps=steps, most=most) if 0 < most < steps else ""
 
     def norm_asked(self) -> None:
         """The script gets the norm of all gradients, which a step of another pipeline of the model may have
@@ -285,7 +303,13 @@ class ScriptChanges:
             comparisons, self._earlier, self._begun = self._earlier, self._begun, []
         else:
             comparisons, self._earlier, self._begun = self._earlier + self._begun, [], []
-        changes = {comparison.change() for comparison in comparisons} - {UNKNOWN}
+        found = [(comparison, comparison.change()) for comparison in comparisons]
+        for comparison, change in found:
+            is_unchanged = change.kind in (Kind.NOTHING, Kind.WRITTEN)
+            if is_unchanged and comparison.if_undivided and not self._has_told_of_sum:
+                self._has_told_of_sum = True
+                warnings.warn(comparison.if_undivided, stacklevel=2)
+        changes = {change for _, change in found} - {UNKNOWN}
         kind = max((change.kind for change in changes), default=Kind.ABSENT)
         if kind in (Kind.FACTOR, Kind.OTHER_FACTOR) and len(changes) > 1:
             return Change(Kind.GRADIENTS)
@@ -348,6 +372,16 @@ def different_changes(changes: Sequence[Change], resolution: float, step: str) -
     return None
 
 
+_LOSS_DIVIDED = (
+    "The script divides the losses of {steps} steps by their number, and not the gradients, which add up: "
+    "the backward has run in pipe.step. Divide each p.grad before the update, or give one step all of these "
+    "rows, with more microbatches= in fxpipe.compile."
+)
+_LEFT_OUT = (
+    "An update has the gradients of {steps} steps, where earlier ones had those of {most} at most. Where a "
+    "script leaves out a batch by its loss, pipe.step has added its gradients: call zero_grad() there. If "
+    "their sum is meant, pipe.optimizer(…, changes_gradients=True) says so."
+)
 _REFUSED = {
     Kind.PARAMETERS: "changed parameters {between}, as SAM does.",
     Kind.GRADIENTS: "changed gradients {between}, and not all of them by one factor.",
