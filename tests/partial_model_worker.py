@@ -137,6 +137,13 @@ def model_in_hands(rank: Rank) -> None:
     rank.text("part", len(held) < len([*script.model.parameters()]))
     for name, use in uses(script).items():
         rank.error(f"use {name}", use)
+    rank.error("a random buffer", script.model.norm.running_mean.normal_)
+    rank.error(
+        "a sum into a buffer", lambda: script.model.norm.running_mean.add_(script.model.norm.running_var)
+    )
+    for model in (script.model, script.plain):  # as before the last epoch with other weights
+        model.norm.reset_running_stats()
+        model.norm.running_mean += 0.25
     zeros = [torch.zeros_like(p) for p in script.model.parameters()]
     rank.text("zeros", all(type(x) is torch.Tensor and not x.any() for x in zeros))
     differences = [

@@ -756,6 +756,16 @@ def a_mean_for_each_row(net, x, z, y, w, mask):
 
 
 @loss
+def bags_of_words(net, x, z, y, w, mask):
+    return F.embedding_bag(mask.long(), net.codes, mode="sum").square().mean()
+
+
+@loss
+def bags_of_words_by_frequency(net, x, z, y, w, mask):
+    return F.embedding_bag(mask.long(), net.codes, mode="sum", scale_grad_by_freq=True).square().mean()
+
+
+@loss
 def balance_of_counts(net, x, z, y, w, mask):
     shares = torch.histc(net.head(z).argmax(-1).float(), WORDS, 0, WORDS - 1) / len(z)
     return net.body(x).square().mean() + (shares * net.head(z).softmax(-1).mean(0)).sum()

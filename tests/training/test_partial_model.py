@@ -49,6 +49,14 @@ def test_a_use_of_what_other_ranks_have_names_them_and_the_remedy(ranks, use):
         assert "pipe.synchronize()" in message
 
 
+@pytest.mark.parametrize("use", ["a random buffer", "a sum into a buffer"])
+def test_a_buffer_is_written_where_it_is_unless_values_are_asked_for(ranks, use):
+    """What is set or scaled on all ranks is in the test of scripts ("synchronized")."""
+    there, here = text(ranks, use)
+    assert here == "no error"
+    assert "is on rank 1, and rank 0 holds" in there
+
+
 def test_a_use_under_another_name(ranks):
     for number, message in enumerate(text(ranks, "use renamed")):
         assert f".other is on other ranks, and rank {number} holds" in message

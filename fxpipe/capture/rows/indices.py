@@ -45,9 +45,10 @@ def looked_up(flow: Flow, node: fx.Node) -> Rows:
 
 def bags(flow: Flow, node: fx.Node) -> Rows:
     """A mean of a table's entries for each bag, which begins at an offset, has the rows of the offsets."""
-    if flow.counts_rows(node_arg(node, 2)):
-        return each([Place(0, 1, shape_of(node)[0] // flow.rows)])
-    return flow.lost(node)
+    if not flow.counts_rows(node_arg(node, 2)):
+        return flow.lost(node)
+    rows = each([Place(0, 1, shape_of(node)[0] // flow.rows)])
+    return flow.tell(node, FREQUENCY, rows) if argument(node, "scale_grad_by_freq") else rows
 
 
 def indexed(flow: Flow, node: fx.Node) -> Rows:

@@ -56,6 +56,9 @@ class Aliases:
     def gradient_is_read(self, tensor: torch.Tensor, frame: FrameType) -> None:
         """It has no gradient of the pipeline."""
 
+    def is_written_there(self, tensor: torch.Tensor) -> bool:
+        return False
+
 
 def _aliases(leaving: Mapping[str, torch.Tensor], others: Set[int]) -> Iterator[tuple[torch.Tensor, str]]:
     shared: dict[int, list[tuple[range, str]]] = {}

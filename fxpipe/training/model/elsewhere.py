@@ -23,13 +23,16 @@ from fxpipe.runtime.torch_private import OF_TRANSFORMS, of_base_class, pytree
 
 class Explain(Protocol):
     """Finds the text of an error for a tensor that is elsewhere.  ``number``: of the pipeline that has it.
-    ``gradient_is_read``: by the code that runs in a frame."""
+    ``gradient_is_read``: by the code that runs in a frame.  ``is_written_there``: whether those that have a
+    tensor write to it as this process does, so that here there is nothing to do."""
 
     number: int
 
     def __call__(self, tensor: torch.Tensor, /) -> str: ...
 
     def gradient_is_read(self, tensor: torch.Tensor, frame: FrameType) -> None: ...
+
+    def is_written_there(self, tensor: torch.Tensor) -> bool: ...
 
 
 class Classes:
@@ -64,7 +67,9 @@ class Elsewhere(torch.Tensor):
         if func in _READS_NO_VALUES and not sys._getframe(1).f_code.co_filename.startswith(OF_TRANSFORMS):
             with of_base_class():
                 return func(*args, **(kwargs or {}))
-        first = next(x for x in pytree.tree_leaves((args, kwargs or {})) if is_elsewhere(x))
+        first, *others = (x for x in pytree.tree_leaves((args, kwargs or {})) if is_elsewhere(x))
+        if func in _WRITES and first is args[0] and not others and cls.explain.is_written_there(first):
+            return first
         raise RunError(cls.explain(first))
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -90,6 +95,13 @@ _READS_NO_VALUES = {
     *(getattr(_T, name).__set__ for name in ("requires_grad", "grad")),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.empty_like, torch.zeros_like,
     torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+}  # fmt: skip
+#: Writes that draw no random numbers, which every rank is to draw alike.
+_WRITES = {
+    getattr(_T, name) for name in (
+        "add_", "clamp_", "copy_", "div_", "fill_", "lerp_", "mul_", "sub_", "zero_",
+        "__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__",
+    )
 }  # fmt: skip
 
 

@@ -351,6 +351,12 @@ class Explanation:
             stacklevel=3,
         )
 
+    def is_written_there(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a buffer that other ranks have whole: the script runs on them, too."""
+        state = self.state()
+        name = "" if state is None else _name_of(tensor, state)
+        return any(name in tensors.buffers for tensors in self.plan.tensors)
+
     def _place(self, name: str) -> str:
         names = [{n.tensor for n in tensors.state} for tensors in self.plan.tensors]
         ranks = [rank for rank, on_rank in enumerate(names) if name in on_rank]
