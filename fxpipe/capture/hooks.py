@@ -119,9 +119,10 @@ class Hooks:
         for hook in self._hooks:
             if hook.times and not hook.returned and live.isdisjoint(hook.nodes):
                 _warn(
-                    f"{hook} ran in the trace alone: it changes no value, so no step calls it. What it keeps "
-                    "or prints is of the trace. Ask for a module's result by its path in outputs=[…], do the "
-                    "work outside of the step, or remove the hook."
+                    f"{hook} ran in the trace alone: it changes no value, so no step calls it. If it keeps "
+                    "values for the forward or the loss, as for distillation, these are in the step; what "
+                    "the script reads of them, or it prints, is of the trace. Ask for a module's result by "
+                    "its path in outputs=[…], do the work outside of the step, or remove the hook."
                 )
             elif not hook.times and not _is_torchs(hook.function):
                 _warn(f"{hook} never ran in the trace, so no step calls it. Remove it.")
