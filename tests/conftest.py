@@ -85,3 +85,12 @@ def double() -> Iterator[None]:
 
     with in_double_precision():
         yield
+
+
+@pytest.fixture(scope="module")
+def double_in_module() -> Iterator[None]:
+    """All tests of the module do, and fixtures that it has for them."""
+    from zoo import in_double_precision
+
+    with in_double_precision():
+        yield

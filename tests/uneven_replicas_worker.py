@@ -65,9 +65,9 @@ def train(directory: Path) -> None:
             if number == 0:
                 grads = {name: p.grad for name, p in pipe.parameters.items() if p.grad is not None}
                 save_file({n: x.clone() for n, x in grads.items()}, directory / f"grads {process}")
-            found = pipe.figures()
+            figures = pipe.figures()
             tokens = sum(each["ids"].numel() for one in lists for each in one)
-            differences += [found["tokens/s"] * found["seconds"] / tokens - 1]
+            differences += [figures["tokens/s"] * figures["seconds"] / tokens - 1]
             differences += [float(loss - eager(model, [each for one in lists for each in one]))]
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             theirs.step()

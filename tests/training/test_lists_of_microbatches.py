@@ -4,7 +4,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from operator import le
 from typing import Any
@@ -36,17 +36,11 @@ from fxpipe.plan.captured import CapturedStep
 from fxpipe.schedule.ops import OpKind, order_text
 from fxpipe.training.run.batch_orders import BatchOrders
 
-
-@pytest.fixture(scope="module", autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double_in_module")
 
 
 @pytest.fixture(scope="module")
-def pipe(double: None) -> fxpipe.Pipeline:
+def pipe(double_in_module: None) -> fxpipe.Pipeline:
     return words()
 
 

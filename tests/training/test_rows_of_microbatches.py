@@ -1,7 +1,7 @@
 """Steps of microbatches with rows of their own, beside their lengths, against eager PyTorch."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,16 +16,11 @@ Batch = list[dict[str, torch.Tensor]]
 SIZES = ((1, 16), (16, 2), (3, 9), (2, 16), (5, 5), (1, 3), (2, 4))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double_in_module")
 
 
 @pytest.fixture(scope="module")
-def pipe(double: None) -> fxpipe.Pipeline:
+def pipe(double_in_module: None) -> fxpipe.Pipeline:
     return words(dimensions=ROWS, outputs=["head"])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,16 +20,11 @@ import fxpipe
 LIMIT = 1e-12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double_in_module")
 
 
 @pytest.fixture(scope="module")
-def pipe(double: None) -> fxpipe.Pipeline:
+def pipe(double_in_module: None) -> fxpipe.Pipeline:
     return worker.compiled()
 
 
@@ -131,8 +125,8 @@ def test_each_kind_of_loss(kind):
     lists = [[regression(n) for n in (3,)], [regression(n) for n in (12, 6, 5, 9)]]
     shares = [1] * 5 if kind == "mean of each" else [3, 12, 6, 5, 9]
     loss = sum(model(**one) * n for one, n in zip(joined(lists), shares, strict=True)) / sum(shares)
-    found = torch.autograd.grad(loss, [*model.parameters()])
-    grads = dict(zip((name for name, _ in model.named_parameters()), found, strict=True))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
     result = pipe.run_local(lists)
     torch.testing.assert_close(result.loss, loss.detach(), rtol=0, atol=LIMIT)
     torch.testing.assert_close(result.grads, grads, rtol=0, atol=LIMIT)

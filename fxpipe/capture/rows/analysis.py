@@ -92,7 +92,7 @@ _RULES: dict[Any, Rule] = {packet: rule for family, rule in _OF_FAMILIES for pac
     aten.tril: reductions.triangle,
     aten.triu: reductions.triangle,
 }
-#: Ops by which integers that say an order still do.
+#: Ops, beside those with torch's own tag, by which integers that say an order still do.
 _KEEPING = families.SHAPES | TRANSPOSES | families.PARTS | SUMS | families.POINTWISE
 #: Ops that put values side by side.
 _SIDE_BY_SIDE = families.JOINED | families.INSERTED | families.PLACED | {aten.copy, aten.masked_scatter}

@@ -125,12 +125,14 @@ def check_users_optimizer(optimizer: Optimizer, dims: frozenset[int], device: to
 def _copies_of(optimizer: Optimizer) -> MakesOptimizer:
     """What makes optimizers with copies of an optimizer's attributes, but for those that each has."""
     cls, of_each = type(optimizer), vars(Optimizer([Parameter(torch.empty(0))], {})).keys()
-    own = {name: x for name, x in vars(optimizer).items() if name not in of_each and not hasattr(cls, name)}
+    attributes = {
+        name: x for name, x in vars(optimizer).items() if name not in of_each and not hasattr(cls, name)
+    }
 
     def copied(groups: Any, **_: object) -> Optimizer:
         other = cls.__new__(cls)
         Optimizer.__init__(other, groups, {**optimizer.defaults})
-        vars(other).update(copy.deepcopy(own))
+        vars(other).update(copy.deepcopy(attributes))
         return other
 
     copied.__name__ = cls.__name__

@@ -303,13 +303,13 @@ class ScriptChanges:
             comparisons, self._earlier, self._begun = self._earlier, self._begun, []
         else:
             comparisons, self._earlier, self._begun = self._earlier + self._begun, [], []
-        found = [(comparison, comparison.change()) for comparison in comparisons]
-        for comparison, change in found:
+        changed = [(comparison, comparison.change()) for comparison in comparisons]
+        for comparison, change in changed:
             is_unchanged = change.kind in (Kind.NOTHING, Kind.WRITTEN)
             if is_unchanged and comparison.if_undivided and not self._has_told_of_sum:
                 self._has_told_of_sum = True
                 warnings.warn(comparison.if_undivided, stacklevel=2)
-        changes = {change for _, change in found} - {UNKNOWN}
+        changes = {change for _, change in changed} - {UNKNOWN}
         kind = max((change.kind for change in changes), default=Kind.ABSENT)
         if kind in (Kind.FACTOR, Kind.OTHER_FACTOR) and len(changes) > 1:
             return Change(Kind.GRADIENTS)
