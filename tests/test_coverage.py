@@ -58,11 +58,7 @@ VARIATIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.in_ci(
-    "torch examples/two_names_and_a_cache-zb-h1",
-    "torch examples/vq_ema-auto",
-    "torch examples/momentum_encoder-recompute",
-)
+@pytest.mark.in_ci("torch examples/two_names_and_a_cache-zb-h1", "torch examples/vq_ema-auto")
 @pytest.mark.parametrize(
     ("key", "option"),
     [

@@ -105,7 +105,7 @@ def ranks(directory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def printed(ranks, directory) -> str:
+def printed(directory) -> str:
     """What the Python prints that runs in one process; it saves pipelines that commands read."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as found:
         patch.chdir(directory)
@@ -129,6 +129,7 @@ def test_pages_on_ranks(ranks):
     assert all(out.count("ran ") == blocks + calls for out in ranks.stdout), ranks
 
 
+@pytest.mark.variation
 def test_ranks_calibrate_their_messages(ranks, directory):
     found = read_device(directory / "cpu.json")
     assert found.conditions["ranks"] == "4"
@@ -137,10 +138,15 @@ def test_ranks_calibrate_their_messages(ranks, directory):
     assert 1e6 < found.device.intra.bandwidth < 1e13
 
 
-def test_pages_in_one_process(here, printed, monkeypatch, capsys):
+def test_pages_in_one_process(printed):
     assert "Rank 1 of 4: Model" in printed  # the program
     assert "'F0.15'" in printed  # a range of the profiler
     assert "[record function] F0.0" in printed
+
+
+@pytest.mark.variation
+def test_commands_of_pages(ranks, here, monkeypatch, capsys):
+    """Those that read what ranks and Python have saved; and the Python that compiles for more ranks."""
     (here / "gpu.json").write_bytes((here / "cpu.json").read_bytes())
     docs_worker.run(COMPILED, schedule="1f1b", check=False)
 

@@ -91,6 +91,7 @@ def test_adapters_alone_are_saved(variations):
     assert all(tensor.any() for tensor in adapters.values())
 
 
+@pytest.mark.variation
 @pytest.mark.usefixtures("double")
 def test_values_across_stages_equal_eager(monkeypatch):
     import train_mtp

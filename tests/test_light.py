@@ -107,6 +107,7 @@ def test_a_compilation_without_a_terminal_loads_no_pictures(loaded_behind_torch)
     assert not loaded_behind_torch(code) & {"rich", "fxpipe.viz.timeline_picture", "fxpipe.vocabulary.split"}
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_a_script_called_cuda_may_import_torch_and_the_package(tmp_path):
     """Torch imports a module of that name, and finds the script first."""

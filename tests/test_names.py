@@ -400,6 +400,7 @@ def test_names_of_schedules(name, tmp_path, capsys):
     )
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_names_of_dimensions():
     name = "a, b = '\n\\"

@@ -174,6 +174,7 @@ def test_a_mask_of_buffers_is_no_constant_of_the_program(case: str) -> None:
     assert not [ref for ref in captured.sources if any(ref() is x for x in held)]
 
 
+@pytest.mark.variation
 def test_layers_with_masks_of_their_own_have_one_function_and_one_triangle() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -343,6 +344,7 @@ def test_at_other_sizes_a_mask_is_dropped_where_it_is_so_in_all() -> None:
     assert [r.ops for r in pipe.plan.rewrites] == [2]
 
 
+@pytest.mark.variation
 def test_a_number_of_masks_that_depends_on_the_length():
     """The traces at other sizes never agree on these masks, so another try would be without end."""
 

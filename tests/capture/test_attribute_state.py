@@ -30,7 +30,7 @@ MODELS = [
 ALIKE = [worker.InANamedTuple, worker.Nested, worker.Swaps]
 
 
-@pytest.mark.in_ci("Recurrent", "InPlace")
+@pytest.mark.in_ci("Recurrent")
 @pytest.mark.parametrize(
     "model", slow_except(MODELS, worker.Recurrent, worker.InPlace, worker.Moves, variations=ALIKE)
 )
@@ -94,6 +94,7 @@ def build_like(model: worker.Recurrent) -> nn.Module:
     return other
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     losses = {"whole": run(tmp_path / "a", 4)}
@@ -119,6 +120,7 @@ def run(directory, steps: int) -> torch.Tensor:
     return torch.cat([loss.reshape(1), *(x.flatten() for x in model.hidden)])
 
 
+@pytest.mark.in_ci("InTraining")
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [worker.Recurrent, worker.InTraining])
 def test_evaluation(model):

@@ -283,6 +283,32 @@ RIGHT = [
 ]
 
 
+@pytest.mark.in_ci(
+    "AllOfAMask-options0",
+    "Finite-options0",
+    "InRange-options0",
+    "Equal-options0",
+    "Lengths-options0",
+    "ThroughNumpy-options0",
+    "Constants-options0",
+    "InPlace-options0",
+    "PicksAll-options0",
+    "PicksAllInPlace-options0",
+    "TensorOfTensors-options0",
+    "GraphInABuffer-options0",
+    "FrozenParameter-options0",
+    "WritesToWhatAConstantGives-options0",
+    "ReadsAnOlderView-options0",
+    "NeverDrops-options0",
+    "ValidatedDistribution-options0",
+    "Encoder-options0",
+    "FirstOfAll-options0",
+    "SelectsAll-options0",
+    "Truth-options0",
+    "Comparisons-options0",
+    "CountsExperts-options0",
+    "OneChoice-options0",
+)
 @pytest.mark.parametrize(
     "options",
     [

@@ -466,6 +466,38 @@ RIGHT = [
 ]
 
 
+@pytest.mark.in_ci(
+    "BatchNorm-gpipe, v, recompute",
+    "BatchNormTwice-gpipe, v, recompute",
+    "DiscardedBatchNorm-gpipe, v, recompute",
+    "InstanceNorm-gpipe, v, recompute",
+    "SpectralNorm-gpipe, v, recompute",
+    "OldSpectralNorm-gpipe, v, recompute",
+    "RunningScale-gpipe, v, recompute",
+    "ReplacedScale-gpipe, v, recompute",
+    "WrittenThenReplaced-gpipe, v, recompute",
+    "DataOfABuffer-gpipe, v, recompute",
+    "DataOfABufferInUse-gpipe, v, recompute",
+    "WrittenThroughData-gpipe, v, recompute",
+    "MomentumEncoder-gpipe, v, recompute",
+    "Annealed-gpipe, v, recompute",
+    "Previous-gpipe, v, recompute",
+    "KeepsTheBatch-gpipe, v, recompute",
+    "Swapped-gpipe, v, recompute",
+    "ReplacedThenSwapped-gpipe, v, recompute",
+    "PartOfAnother-gpipe, v, recompute",
+    "ViewOfAnother-gpipe, v, recompute",
+    "WrittenInBackward-gpipe, v, recompute",
+    "ViewsWrittenInBackward-gpipe, v, recompute",
+    "SharedLayers-gpipe, v, recompute",
+    "Aliases-gpipe, v, recompute",
+    "CachedTable-gpipe, v, recompute",
+    "CachedElsewhere-gpipe, v, recompute",
+    "PlainTensor-gpipe, v, recompute",
+    "Converts-gpipe, v, recompute",
+    "MakesModules-gpipe, v, recompute",
+    "ComplexNumbers-gpipe, v, recompute",
+)
 @pytest.mark.parametrize(
     "options",
     slow_except(
@@ -965,6 +997,7 @@ def test_a_view_of_a_parameter_that_was_made_before():
     assert "make views of it in the forward" in refused(ViewOfAParameter)
 
 
+@pytest.mark.variation
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.slow
 def test_observers_that_get_their_shape_from_the_first_batch():

@@ -192,6 +192,7 @@ def test_placements_and_meshes_that_lanes_do_not_have(mesh):
     refused(model, "'up.weight' and 'norm.weight' are DTensors on two meshes")
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_measured_costs_have_the_time_of_the_link(mesh, monkeypatch):
     def a_second(sections, device):
@@ -214,6 +215,7 @@ def test_measured_costs_have_the_time_of_the_link(mesh, monkeypatch):
             assert found == pytest.approx(1.0 + device.stage_overhead + expected), (stage, phase)
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_costs_of_lanes_at_other_sizes(mesh):
     def costs(rows: int, length: int, sizes=None, **options):

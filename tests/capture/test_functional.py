@@ -188,7 +188,7 @@ class RetraceOfAll(functional._Retrace):
         self._again = {*module.graph.nodes}
 
 
-@pytest.mark.in_ci("dropped", "rows", "item of several", "batch norm twice")
+@pytest.mark.in_ci("dropped", "rows")
 @pytest.mark.parametrize("name", ALL)
 def test_the_same_graph_as_of_a_second_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = captured(ALL[name])

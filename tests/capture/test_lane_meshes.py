@@ -123,6 +123,7 @@ def test_a_lane_draws_the_numbers_of_its_share(mesh):
     assert pipe.check().holds
 
 
+@pytest.mark.variation
 def test_a_program_that_sums_over_other_lanes_is_told(mesh):
     net, _ = alternating(mesh)
     pipe = compiled(net, ranks=1)

@@ -55,6 +55,7 @@ def step_of(function: Callable[[torch.Tensor], torch.Tensor]) -> fxpipe.Pipeline
         return fxpipe.compile(Net(function), (x,), ranks=1, microbatches=2, dimensions={"time": LENGTH})
 
 
+@pytest.mark.in_ci("any", "branch")
 @pytest.mark.parametrize(
     ("function", "lengths"),
     [
@@ -88,6 +89,7 @@ def test_a_length_that_is_too_short_costs_one_trace():
     assert not traced & {16 + 1, 17 + 1}  # between 2 or 4 and the longest
 
 
+@pytest.mark.in_ci("constant")
 @pytest.mark.parametrize(
     ("function", "why"),
     [

@@ -171,6 +171,7 @@ def problems(name: str, rank: int, pattern: str, by: str, number: int = 0) -> tu
     return line, [str(problem) for problem in found.problems]
 
 
+@pytest.mark.in_ci("few_weights", "batch_norm", "masked", "cast", "sharded")
 @pytest.mark.parametrize("name", SHAPES)
 def test_programs_are_the_captured_step(name):
     pipe = pipeline(name)

@@ -398,7 +398,7 @@ def pipeline(name: str, **options: object) -> fxpipe.Pipeline:
     return compiled(Words(**arguments), loss, check=False, **options)
 
 
-@pytest.mark.in_ci("sum and count-False")
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("name", "barriers"),
     [

@@ -122,6 +122,7 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "fxpipe: interrupted\n"
 
 
+@pytest.mark.variation
 def test_a_reader_that_has_read_enough():
     """As ``| head -1``: no traceback, neither of the command nor of Python's end."""
     command = [sys.executable, "-m", "fxpipe", "simulate", "--ranks", "2", "--microbatches", "2"]

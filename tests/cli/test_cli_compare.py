@@ -42,6 +42,7 @@ def test_limits(capsys):
     assert found["auto"]["seconds"] >= found["auto ≤ 2.5"]["seconds"] >= found["auto ≤ 3.5"]["seconds"]
 
 
+@pytest.mark.variation
 def test_many_steps(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     asked = ["--stages-per-rank", "1", "--update", "1", "--verdict", "0.1"]

@@ -79,6 +79,7 @@ def attention_with_dropout():
     return Attention(0.1), (torch.zeros(2, 256, 128),)
 
 
+@pytest.mark.variation
 def test_steps_of_samples_of_a_distribution(capsys):
     """For the fastest mesh, beside its step of microbatches that are as long as the example."""
     given = ["--ranks", "2", "--replicas", "2", "--microbatches", "8", "--dimension", f"length={LENGTH}"]
@@ -271,6 +272,7 @@ def test_the_help_of_an_option_is_the_first_sentence_of_its_docs(capsys):
         assert f"{sentence[0].lower()}{sentence[1:]}" in printed.replace("- ", "-")
 
 
+@pytest.mark.in_ci("A100-True")
 @pytest.mark.parametrize(("device", "has_a_kernel"), [("A100", True), ("EPYC 7763", False)])
 def test_attention_with_dropout_is_a_kernel_of_accelerators_alone(capsys, device, has_a_kernel):
     def seconds_and_memory(model: str) -> list[tuple[float, object]]:

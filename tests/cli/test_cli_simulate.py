@@ -120,6 +120,7 @@ def test_auto_is_the_fastest(capsys):
     assert auto["seconds"] <= figures(capsys, schedule="zb-h1", **some)["seconds"]
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_the_exact_answer_beside(capsys):
     pytest.importorskip("ortools")
@@ -225,6 +226,7 @@ def test_bad_input_gets_one_line(capsys, changes, message):
 VOCABULARY = "--ranks 4 --microbatches 12 --forward 1 --backward-input 1 --backward-weight 1 --comm 0.02"
 
 
+@pytest.mark.in_ci("1f1b-1", "1f1b-2", "zb-h1-1", "interleaved-1")
 @pytest.mark.parametrize(
     ("schedule", "barriers"),
     [

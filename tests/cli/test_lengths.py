@@ -96,6 +96,7 @@ def test_ways_to_put_samples_into_microbatches():
         packer(RANKS).ways([[3, 513]])
 
 
+@pytest.mark.variation
 def test_rows_and_replicas_have_microbatches_in_common():
     (way,) = [way for way in packer(RANKS, rows=2, replicas=2).ways([STEP], (128,)) if way.tokens]
     assert lengths_of(way) == [512, 112]

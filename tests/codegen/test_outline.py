@@ -173,7 +173,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 VARIATIONS = ("plain", "recompute", "offload", "numbers", "names")
 
 
-@pytest.mark.in_ci("random", "rates")
+@pytest.mark.in_ci("random")
 @pytest.mark.parametrize("name", slow_except(STEPS, "random", "bare", variations=VARIATIONS))
 def test_a_step_is_the_same(monkeypatch, name):
     model, options = STEPS[name]
@@ -192,7 +192,7 @@ def test_a_step_is_the_same(monkeypatch, name):
     assert found.peak_saved == expected.peak_saved
 
 
-@pytest.mark.in_ci("reversible", "multi_output")
+@pytest.mark.in_ci("reversible")
 @pytest.mark.parametrize(
     "name",
     slow_except(
@@ -262,6 +262,7 @@ def test_heads_of_loops(values, head, texts):
     assert loop_head(3, values) == (head, texts)
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_lines_do_not_grow_with_the_number_of_layers():
     def lines(layers):

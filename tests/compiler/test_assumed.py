@@ -54,7 +54,7 @@ def assert_as_eager(pipe: fxpipe.Pipeline, padded: bool) -> None:
     assert too_far(result.grads, gradients) == {}
 
 
-@pytest.mark.in_ci("offload, measured", "replicas")
+@pytest.mark.in_ci("replicas")
 @pytest.mark.parametrize("shape", with_variations(SHAPES, ["V, split backward"]))
 def test_each_batch_is_run_by_its_programs(
     shape: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch

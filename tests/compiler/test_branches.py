@@ -38,6 +38,7 @@ def assert_as_eager(pipe: fxpipe.Pipeline, ask: Ask, yes: bool) -> None:
     assert too_far(result.grads, gradients) == {}
 
 
+@pytest.mark.in_ci("not all", "a flag", "a share", "twice")
 @pytest.mark.parametrize("name", ASKS)
 def test_each_batch_is_run_by_the_programs_of_its_answer(name: str) -> None:
     ask = ASKS[name]
@@ -49,6 +50,7 @@ def test_each_batch_is_run_by_the_programs_of_its_answer(name: str) -> None:
     assert pipe.check().holds
 
 
+@pytest.mark.in_ci("zb-v", "replicas")
 @pytest.mark.parametrize(
     "options",
     [

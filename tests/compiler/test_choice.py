@@ -32,6 +32,18 @@ from fxpipe.schedule.ops import Schedule, parse_order
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
+@pytest.mark.in_ci(
+    "1f1b-4-3",
+    "gis-4-3",
+    "staggered-4-3",
+    "zb-h1-4-3",
+    "zb-h2-4-3",
+    "zb-4-3",
+    "zb-1p-4-3",
+    "zb-2p-4-3",
+    "zb-v-4-3",
+    "1f1b-v-4-3",
+)
 @pytest.mark.parametrize(("ranks", "microbatches"), [pytest.param(2, 5, marks=pytest.mark.variation), (4, 3)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_equals_one_process(name, ranks, microbatches):
@@ -200,6 +212,7 @@ def held(pipe: fxpipe.Pipeline) -> list[int]:
     return [sum(size[n] for n in (*t.parameters, *t.gradients)) for t in pipe.plan.tensors]
 
 
+@pytest.mark.in_ci("v-half")
 @pytest.mark.parametrize("schedule", ["auto", "zb", "v-half"])
 def test_the_limit_is_kept(schedule):
     free = compiled(ranks=4, microbatches=8, depth=12, schedule=schedule)
@@ -305,6 +318,7 @@ def test_a_cut_inside_an_mlp_moves_to_its_border_where_the_message_costs_more(mo
     assert after[0] < 0.95 * before[0]
 
 
+@pytest.mark.in_ci("widths0-zb-h1-plain-balanced", "widths2-zb-v-v-lighter")
 @pytest.mark.parametrize("step", ["balanced", "lighter"])
 @pytest.mark.parametrize(
     ("widths", "schedule", "placement"),

@@ -226,6 +226,7 @@ def test_lanes_win_where_there_is_one_microbatch(capsys):
     assert alone.plan.lanes.number == 1
 
 
+@pytest.mark.variation
 def test_lanes_are_chosen_with_the_values_of_the_model():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(4, 8)

@@ -74,6 +74,7 @@ def check_against_eager(pipe: fxpipe.Pipeline, model: type[Net] = Net) -> None:
     assert too_far({"loss": found.loss, **found.grads}, {"loss": loss, **grads}, 1e-12) == {}
 
 
+@pytest.mark.in_ci("{'parts': 3}")
 @pytest.mark.parametrize(
     "options",
     [
@@ -136,6 +137,7 @@ def test_as_many_parts_as_the_limit_of_divided_parameters_needs():
         stages(0.4)
 
 
+@pytest.mark.variation
 def test_parameters_of_several_parts_are_there_once():
     """The plan has what is gathered at most: that of two parts, where each tensor counts once."""
     limit = 3.4 * sum(p.nbytes for p in Twice().parameters())
@@ -173,6 +175,7 @@ def test_what_parts_are_not(options, error, says):
         compiled(**options)
 
 
+@pytest.mark.variation
 def test_a_schedule_by_hand_has_its_parts_as_stages():
     by_hand = compiled(parts=2).schedule
     with pytest.raises(OptionError, match="leave out parts"):

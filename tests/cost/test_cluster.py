@@ -55,13 +55,14 @@ def test_a_stage_costs_what_it_does_on_its_ranks_device():
     assert mixed.plan.device == "H100 SXM (rank 0); A100 SXM 80GB (rank 1)"
 
 
+@pytest.mark.in_ci("H100-expected0")
 @pytest.mark.parametrize(("costs", "expected"), [("H100", [6, 6]), (["H100", "A100"], [10, 2])])
 def test_stages_are_cut_for_the_speed_of_their_ranks(costs, expected):
     """46.9 and 13.7 TFLOP/s in float32: 10 layers of the one take as long as 2.9 of the other."""
     assert weights(compiled(costs)) == expected
 
 
-@pytest.mark.in_ci("v")
+@pytest.mark.variation
 @pytest.mark.parametrize("placement", ["plain", "v"])
 def test_each_placement_has_cuts_of_its_own(placement):
     """Rank 1 has stages 1 and 3, or 1 and 2."""
@@ -73,6 +74,7 @@ def test_each_placement_has_cuts_of_its_own(placement):
     assert pipe.simulate().seconds < 0.6 * even.simulate().seconds
 
 
+@pytest.mark.variation
 def test_costs_at_other_sizes_are_those_of_a_compilation():
     """Also of a plan that was saved."""
     options = {"split_points": ["layers.3"]}

@@ -164,6 +164,7 @@ def by_backend() -> dict[str, fxpipe.Pipeline]:
     return {backend: pipeline(backend, dimensions={}) for backend in ("eager", "inductor")}
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_the_backend_decides_the_times(by_backend):
     eager, fused = (by_backend[name].plan.costs.stages[0] for name in ("eager", "inductor"))

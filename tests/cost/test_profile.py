@@ -35,6 +35,7 @@ class Solved(Chain):
         return torch.linalg.solve(x @ x.mT + torch.eye(len(x)), x)
 
 
+@pytest.mark.in_ci("Checked")
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Expanded, Checked])
 def test_measured_costs(model):

@@ -98,6 +98,7 @@ def test_a_saved_pipeline_knows_them(tmp_path):
     assert loaded.stages[1].expressions == pipe.stages[1].expressions
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_measured_times_grow_as_the_analytic_ones():
     pipe = perceptron(dimensions={"sequence": 12}, costs="measured")
@@ -162,7 +163,7 @@ def words(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"ids": torch.randint(11, (rows, length))}
 
 
-@pytest.mark.in_ci("1-strided")
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("model", "batch", "split"),
     [(NextWord, words, "head"), (Strided, signals, "out")],
@@ -237,6 +238,10 @@ def test_dimensions_that_the_example_has_not(dimensions, message):
         perceptron(dimensions=dimensions)
 
 
+@pytest.mark.in_ci(
+    "sizes0-'length'. Known: microbatch \\\\(2 in the example\\\\), sequence \\\\(12 in the example\\\\)",
+    "sizes3-microbatch is 1\\\\.5 and must be",
+)
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

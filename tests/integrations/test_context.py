@@ -126,7 +126,7 @@ def compiled(lanes: int, model: nn.Module, experts: str = "", more=(), **options
     return pipe
 
 
-@pytest.mark.in_ci("4-{'attention': 'window'}-{'recompute': 'full', 'parts': 'exchanges', 'schedule': 'zb'}")
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("lanes", "model", "options"),
     [
@@ -237,6 +237,7 @@ def check_against_eager(pipe: fxpipe.Pipeline, expected: nn.Module) -> None:
     assert too_far(found.grads, grads, LIMIT) == {}
 
 
+@pytest.mark.variation
 def test_labels_may_be_divided_and_outputs_are_whole():
     pipe, expected = compiled(2, Decoder(), more=["labels"], outputs=["logits"]), Decoder()
     check_against_eager(pipe, expected)
@@ -360,7 +361,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.in_ci("half of the tokens", "marks of the largest")
+@pytest.mark.in_ci("half of the tokens")
 @pytest.mark.parametrize("name", with_variations(RIGHT, ["squares"]))
 def test_values_along_the_sequence_equal_eager(name):
     model, rows = Computed(RIGHT[name]), {"x": torch.randn(4, 8, WIDTH)}

@@ -113,6 +113,7 @@ def test_three_lanes_with_tokens_that_three_does_not_divide():
     check_against_eager(compiled(3, Net(6), tokens="divided"), Net(6))
 
 
+@pytest.mark.variation
 def test_a_capacity_for_every_routing_drops_nothing():
     pipe = compiled(2, tokens="divided", capacity=2, counts=True)
     check_against_eager(pipe, Net())
@@ -144,6 +145,7 @@ class Dropping(Experts):
         return super().forward(x, index, weights * kept)
 
 
+@pytest.mark.variation
 def test_rows_beyond_the_capacity_are_dropped_and_counted():
     pipe = compiled(2, tokens="divided", capacity=0.9, beyond="drop", counts=True)
     model = Net()
@@ -181,7 +183,7 @@ class Skipping(Experts):
         return torch.einsum("te,etw->tw", counts[:, :-1], each)
 
 
-@pytest.mark.in_ci("divided")
+@pytest.mark.variation
 @pytest.mark.parametrize("tokens", ["whole", "divided"])
 def test_a_forward_that_skips_experts_gets_the_number_behind_its_own(tokens):
     model = Net()

@@ -172,7 +172,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 LISTS = {"dimensions": {"rows": 2, "sequence": worker.LENGTH}, "example": longest(), "microbatches": 3}
 
 
-@pytest.mark.in_ci("Counts")
+@pytest.mark.variation
 @pytest.mark.parametrize("make", [worker.Means, worker.Counts])
 def test_a_collator_that_makes_lists(make, tmp_path):
     """Of microbatches in which rows are about equally long, beside one padded batch."""
@@ -198,6 +198,7 @@ def test_a_collator_that_makes_lists(make, tmp_path):
     )
 
 
+@pytest.mark.variation
 def test_lists_that_are_refused(small):
     made = {"train_dataset": worker.Uneven(), "data_collator": partial(fxpipe.pad, tokens=12, mask=None)}
     with pytest.raises(OptionError, match=r"makes lists of microbatches: give pipeline={'dimensions'"):
@@ -215,9 +216,7 @@ def test_lists_that_are_refused(small):
         small(pipeline=LISTS, **made, compute_loss_func=halved).train()
 
 
-@pytest.mark.in_ci(
-    "a mean over the labels of a step", "smoothed labels, counted", "microbatches of several lengths"
-)
+@pytest.mark.in_ci("a mean over the labels of a step", "smoothed labels, counted")
 @pytest.mark.parametrize("case", CASES)
 def test_losses_norms_and_rates_of_one_rank(case, tmp_path):
     make, more, options, given = CASES[case]
@@ -253,6 +252,7 @@ def test_an_evaluation_without_training(small):
         trainer.train()
 
 
+@pytest.mark.variation
 def test_weights_alone_are_resumed(small):
     first = small(more={"save_strategy": "steps", "save_steps": 1, "save_only_model": True}, figures=True)
     first.train()

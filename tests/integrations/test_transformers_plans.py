@@ -108,6 +108,7 @@ def test_a_plan_equals_eager(kind, lanes, tokens, limit):
         assert shards["model.layers.1.mlp.experts.gate_up_proj"] == 0
 
 
+@pytest.mark.variation
 def test_a_table_is_cut_as_the_head_that_it_is_tied_to():
     config = transformers.Lfm2Config(
         **SMALL, layer_types=["full_attention", "conv"], tie_word_embeddings=True

@@ -176,6 +176,7 @@ def test_ranks_agree_on_shares():
     assert agreed_shares(3, [[16, 2, 16], [16, 16, 5], [16, 16]]) == [16, 2, 5]
 
 
+@pytest.mark.variation
 def test_the_order_of_a_batch_knows_its_documents():
     """Of equal tokens, those of a long document take longer."""
     model, length = Packed(), 768
@@ -210,7 +211,7 @@ def compiled(model: nn.Module, **options: object) -> fxpipe.Pipeline:
     return fxpipe.compile(model, microbatch(LENGTH), **(given | options))
 
 
-@pytest.mark.in_ci("full")
+@pytest.mark.variation
 @pytest.mark.parametrize("recompute", [False, "full"])
 def test_documents_are_data_of_a_pipeline(tmp_path, recompute):
     model = Packed()

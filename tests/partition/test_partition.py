@@ -67,7 +67,7 @@ def seconds_of_ops(stage: Stage) -> float:
     return sum(phases) - len(phases) * CPU.stage_overhead
 
 
-@pytest.mark.in_ci("4")
+@pytest.mark.variation
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_largest_stage_is_within_5_percent_of_the_best(ranks, record_property):
     pipe = large_pipeline(ranks)
@@ -205,7 +205,7 @@ def test_more_stages_than_places_to_cut():
 # -- colors ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_ci("unet", "gradient_penalty")
+@pytest.mark.in_ci("unet")
 @pytest.mark.parametrize("name", ["tied_thrice", "encoder_decoder", "unet", "teacher", "gradient_penalty"])
 def test_values_go_down_the_stages_forward_and_up_backward(name):
     case = CASES[name]

@@ -208,6 +208,7 @@ def test_weight_sections_hold_weight_gradients_alone(split):
     assert products > 0
 
 
+@pytest.mark.in_ci("tied_head", "unet", "learned_tables", "weight_norm", "experts")
 def test_no_product_for_a_weight_alone_is_done_in_the_backward_section(split):
     """A product that leads to accumulators only, through views and sums, belongs to W."""
     ends = set(accumulators(split.graph))

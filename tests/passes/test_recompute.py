@@ -90,6 +90,7 @@ def test_dropout_made_again_drops_the_same():
     assert not torch.equal(expected.loss, eager(model.eval(), batch, MICROBATCHES, own_loss).loss)
 
 
+@pytest.mark.variation
 def test_w_gets_a_product_instead_of_its_factors():
     """B needs the factors alone, of which an activation is the product: gelu, and SwiGLU."""
     for name in ("gpt2", "llama"):
@@ -100,6 +101,7 @@ def test_w_gets_a_product_instead_of_its_factors():
         assert ours <= theirs, name
 
 
+@pytest.mark.variation
 def test_norms_repeat_no_matrix_product():
     def products(level: str | bool) -> int:
         sections = compiled(built("llama"), "llama", "zb-h1", level).sections

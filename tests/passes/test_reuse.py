@@ -249,6 +249,7 @@ def masked():
     return Masked().double(), example
 
 
+@pytest.mark.in_ci("1f1b")
 @pytest.mark.parametrize(
     "options",
     [{"schedule": "1f1b"}, pytest.param({"schedule": "zb-v"}, marks=pytest.mark.slow)],

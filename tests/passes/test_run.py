@@ -102,6 +102,7 @@ def cluster():
     return Cluster((CPU, CPU))
 
 
+@pytest.mark.in_ci("index_add")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through(name):
@@ -133,6 +134,7 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
             assert [node.target for node in call_nodes(done.graph)] != targets
 
 
+@pytest.mark.in_ci("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("barriers", [None, 1, 2])
 def test_recomputation_adds_work_to_each_stage(barriers):

@@ -213,6 +213,7 @@ class Viewed(nn.Module):
         return (z.unsqueeze(1).unbind(1)[0] * y).square().mean()
 
 
+@pytest.mark.in_ci("")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("options", [{}, {"dimensions": {"sequence": 6}}], ids=["", "dimensions"])
 def test_the_certificate_accepts_a_model_without_its_views_of_all(options):

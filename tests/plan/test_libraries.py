@@ -74,6 +74,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.variation
 def test_another_process_runs_ops_of_a_library(package: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     pipe = fxpipe.compile(Net(), (torch.ones(2, 4),), ranks=1, microbatches=2)

@@ -101,6 +101,7 @@ UNSETTLED = {
 }
 
 
+@pytest.mark.variation
 def test_no_step_asks_the_device_for_memory_or_for_a_new_kernel(tmp_path):
     """By a model of torch's allocator: either may wait for messages under way."""
     run = forked(3, worker.trains_in_settled_memory, SETTLED, 4, dtype=torch.float64, logs=tmp_path / "logs")

@@ -138,7 +138,7 @@ def both(case: Case, shape: Shape) -> tuple[fxpipe.Pipeline, fxpipe.Pipeline]:
         return eager, pipe
 
 
-@pytest.mark.in_ci("vocabulary", "views as messages")
+@pytest.mark.in_ci("views as messages")
 @pytest.mark.parametrize("name", with_variations(SAME, ("plain", "dropout", "offload", "forward")))
 def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch):
     """Loss, gradients, buffers and saved bytes of two steps, each function compiled once."""
@@ -156,6 +156,7 @@ def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch)
     assert interpreted.number == sum(len(compiled_functions(program.step)) for program in programs) > 0
 
 
+@pytest.mark.variation
 def test_ops_between_lanes_stay_in_the_order_of_the_program(interpreted):
     """Each function is compiled in pieces between them; no piece has one."""
     found = []
@@ -307,6 +308,7 @@ class Language(TiedHead):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("barriers", with_variations(["1-barrier", "2-barrier"], ["1-barrier"]))
 def test_a_split_head_keeps_its_logits_and_not_their_exponentials(barriers, interpreted, monkeypatch):
     """They have half of the bytes, and the kernels that need the exponentials compute them again."""

@@ -135,7 +135,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.in_ci("split", "replicas")
+@pytest.mark.in_ci("replicas")
 @pytest.mark.parametrize("setting", with_variations(SETTINGS, ["1f1b"]))
 def test_replays_give_the_bits_of_the_ops(setting, monkeypatch):
     monkeypatch.setattr(local_runner, "open_store", lambda tier, size, *_: Memory(size))

@@ -49,6 +49,7 @@ def test_ranks_that_would_wait_for_ever_prove_nothing():
     assert releases(crossed) == [[], []]
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 @given(st.data())
 def test_what_is_let_go_has_been_taken_whatever_the_ranks_pace(data):

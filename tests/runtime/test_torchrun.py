@@ -90,6 +90,7 @@ def test_the_same_bits_as_in_one_process_on_two_ranks(two_ranks):
     check_bits(2, two_ranks)
 
 
+@pytest.mark.variation
 def test_the_same_bits_as_in_one_process_on_four_ranks(tmp_path):
     run = start(worker.same_bits, 4, tmp_path)
     assert run.code == 0, run

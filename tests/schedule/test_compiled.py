@@ -48,6 +48,7 @@ def test_what_is_compiled_need_not_be_kept(monkeypatch):
     assert add.compiled.signatures
 
 
+@pytest.mark.in_ci("0.0")
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_a_named_schedule_of_some_hundred_ops_needs_no_numba(seconds):
     """One of many ops does, from the call on whose work is too much for Python.

@@ -50,7 +50,7 @@ def random_problem(rng: random.Random) -> Problem:
     return free.limited(tuple(x * (1 + rng.choice([0, 0, 0.1, 0.5, 1, 2])) for x in least))
 
 
-@pytest.mark.in_ci("1", "2")
+@pytest.mark.in_ci("1")
 @pytest.mark.parametrize("seed", slow_except(range(4), 0))
 def test_no_schedule_is_faster(seed):
     """Of orders by random due dates, within the limit of each rank; microbatches in any order."""

@@ -108,6 +108,7 @@ def test_on_one_rank_gpipe_has_the_largest_groups_within_the_limit():
         schedule_of("gpipe", problem(1, 2, (2,), limit=1.9))
 
 
+@pytest.mark.in_ci("plain-parts0")
 @pytest.mark.parametrize(("shape", "parts"), [("plain", (6,) * 4), ("v", (3,) * 8)])
 def test_exchanges_are_hidden_where_there_is_work(shape, parts):
     """What is exposed: beyond the bound, in which the first and the last microbatch wait for theirs."""

@@ -45,6 +45,16 @@ def all_timelines(costs, microbatches):
     return timelines
 
 
+@pytest.mark.in_ci(
+    "costs0-makespan-1.5",
+    "costs0-makespan-1",
+    "costs0-span-None",
+    "costs0-span-1",
+    "costs1-makespan-1.5",
+    "costs1-makespan-1",
+    "costs1-span-None",
+    "costs1-span-2",
+)
 @pytest.mark.parametrize("limit", [None, 2, 1.5, 1])
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 @pytest.mark.parametrize("costs", [UNEVEN, HEAVY_END])

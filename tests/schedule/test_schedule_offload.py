@@ -111,6 +111,7 @@ def test_half_and_all_of_gis(k):
         assert full.moved < 0.67 * full.asked
 
 
+@pytest.mark.in_ci("0.1")
 @pytest.mark.parametrize("k", [0.1, 0.3])
 def test_a_quarter_is_left_of_many_chunks_with_half_of_them_away(k):
     """2503.01328's figure, for 8 ranks with 16 stages each: in groups it is a half."""
@@ -154,6 +155,7 @@ def test_each_rank_has_its_own_limit():
     assert plan.timeline.transfers[0]
 
 
+@pytest.mark.variation
 def test_the_search_offloads_where_the_limit_costs_time_otherwise():
     """Over a fast link a third of 1F1B's memory is enough to be as fast as with all of it."""
 

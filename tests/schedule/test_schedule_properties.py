@@ -235,6 +235,14 @@ def test_vocabulary_stages_are_inserted_into_every_family(problem):
         assert len(joint) == (5 if schedule.vocabulary.embedding_shards else 3)
 
 
+@pytest.mark.in_ci(
+    "3.5-1-zb-v-2-v",
+    "3.5-2-zb-v-2-v",
+    "4.5-1-zb-v-2-v",
+    "6.0-1-zb-1-plain",
+    "6.0-1-zb-2p-1-plain",
+    "6.0-1-zb-v-2-v",
+)
 @pytest.mark.parametrize(
     ("name", "chunks", "shape"), [("zb", 1, "plain"), ("zb-2p", 1, "plain"), ("zb-v", 2, "v")]
 )

@@ -79,6 +79,7 @@ def check_left_out(asked: list[Problem], found: SearchResult, why: str) -> None:
         assert found.timeline.seconds <= alone.timeline.seconds * (1 + 1e-9)
 
 
+@pytest.mark.in_ci("2")
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_what_is_not_completed_is_no_faster(barriers):
     """Orders get their vocabulary stages only while they can still be the fastest by estimate."""

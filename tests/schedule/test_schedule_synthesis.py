@@ -237,6 +237,7 @@ def test_orders_that_block_each_other_do_not_run():
 
 
 # Bubbles of the published schedulers on the same times, at the same peak memory.
+@pytest.mark.in_ci("zb-v-8-costs2-1e-09", "zb-v-8-costs6-0.0404")
 @pytest.mark.parametrize(
     ("name", "limit", "costs", "mark"),
     [
@@ -451,6 +452,7 @@ def test_drawn_orders_are_whole_keep_the_limits_and_do_not_block(chunks, placeme
     assert len({tuple(order.op_ids) for order in orders}) > (40 if limit == inf else 1)
 
 
+@pytest.mark.variation
 def test_the_due_dates_of_a_point():
     """By hand: on one rank, without slowing, waits or a faster head, F, B, W take turns every period."""
     problem = Problem(1, 3, 1, "plain", chain([StageCost(1, 1, 1, 1, 1)]), (inf,))

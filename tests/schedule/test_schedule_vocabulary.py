@@ -51,6 +51,16 @@ IN_FLIGHT = {  # on rank r of p, without vocabulary stages
 }
 
 
+@pytest.mark.in_ci(
+    "gpipe-2-12-1",
+    "gpipe-2-12-2",
+    "1f1b-2-12-1",
+    "1f1b-2-12-2",
+    "zb-h1-2-12-1",
+    "zb-h1-2-12-2",
+    "zb-h2-2-12-1",
+    "zb-h2-2-12-2",
+)
 @pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("microbatches", with_variations([4, 12], [4]))
 @pytest.mark.parametrize("ranks", with_variations([2, 4, 8], [4]))

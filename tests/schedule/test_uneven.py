@@ -51,6 +51,7 @@ def static(name: str, microbatches: int, limit: float, stages_per_rank: int = 1)
     )
 
 
+@pytest.mark.in_ci("0-plain", "1-plain", "2-plain")
 @pytest.mark.parametrize("shape", ["plain", "v"])
 @pytest.mark.parametrize("seed", range(3))
 def test_an_order_is_whole_within_limits_and_never_slower(shape, seed):
@@ -123,6 +124,7 @@ def test_the_bound_knows_memory():
     assert lower_bound_of_each(costs, (0, 1)) < 5 * 16
 
 
+@pytest.mark.in_ci("0", "2", "4", "6")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_no_order_beats_the_bound(seed):

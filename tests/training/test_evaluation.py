@@ -74,6 +74,7 @@ def test_evaluation_between_training_steps(shape, monkeypatch):
         assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+@pytest.mark.in_ci("2-barrier")
 @pytest.mark.parametrize("vocab_parallel", ["1-barrier", "2-barrier"])
 def test_a_split_vocabulary(vocab_parallel):
     case = CASES["tied_head"]

@@ -75,6 +75,7 @@ def run_eager(model):
 CHANGES = [replace_parameter, replace_buffer, assign_state, give_data, run_eager]
 
 
+@pytest.mark.in_ci("1-replace_buffer", "1-assign_state", "1-give_data", "1-run_eager", "2-assign_state")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_model_is_given_other_tensors(change, ranks):

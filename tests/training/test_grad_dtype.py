@@ -106,6 +106,7 @@ def test_they_are_the_sums_of_a_loop_that_adds_in_float32():
         assert (tied - table).norm() <= 2**-10 * table.norm()
 
 
+@pytest.mark.variation
 def test_they_add_what_a_split_vocabulary_gives():
     model, batch = LOW.build(), LOW.data(MANY)
     exact = summed(copy.deepcopy(model).double(), batch, MANY, torch.float64)

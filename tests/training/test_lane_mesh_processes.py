@@ -98,6 +98,7 @@ def run(directory: Path) -> None:
     print("equal")
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_processes_train_as_one_on_meshes_of_lanes(tmp_path):
     result = forked(4, run, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")

@@ -280,6 +280,7 @@ def test_each_initial_value_alone_is_that_of_all_together():
         assert torch.equal(alone[name], value)
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_lanes_hold_shares_of_the_same_initial_values():
     (whole,) = initialized(on_meta(), 1)
@@ -347,6 +348,7 @@ def test_an_initialized_model_trains_as_one_that_was_loaded():
     assert torch.equal(pipe.run_local(BATCH).loss, compiled(real, 2).run_local(BATCH).loss)
 
 
+@pytest.mark.variation
 @pytest.mark.slow
 def test_tensors_with_values_keep_them():
     model = on_meta()

@@ -84,7 +84,7 @@ def test_programs_hold_the_length_as_a_name(pipe):
     assert "stage0_forward(params, buffers, batches[m], sequence[m])" in first
 
 
-@pytest.mark.in_ci("offload", "replicas", "post", "vocabulary, recompute")
+@pytest.mark.in_ci("replicas", "post")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -105,6 +105,7 @@ def test_schedules_memory_and_replicas(options):
         check_step(pipe, [microbatch(2 + 5 * k % 14) for k in range(each * replicas)])
 
 
+@pytest.mark.in_ci("options0")
 @pytest.mark.parametrize("options", [{}, {"vocab_parallel": True, "schedule": "zb-h1"}])
 def test_the_order_of_a_batch_is_the_captured_step(options):
     """The certificate of the programs with the step that is written for a batch, at the example's lengths."""
@@ -128,7 +129,7 @@ def test_the_order_of_a_batch_is_the_captured_step(options):
     assert not check(plan, [programs[0], swapped], CapturedStep.from_json(artifact.captured, "x")).holds
 
 
-@pytest.mark.in_ci("zb-h1", "vocabulary, V")
+@pytest.mark.in_ci("zb-h1")
 @pytest.mark.parametrize(
     "options",
     [
@@ -151,6 +152,7 @@ def test_a_step_holds_no_more_than_the_plan_predicts(options):
             assert expected <= limit * (1 + 1e-9)
 
 
+@pytest.mark.variation
 def test_communicators_connect_for_short_microbatches_as_well():
     """What nccl does of a collective depends on its size."""
     pipe = words(vocab_parallel=True)
@@ -161,6 +163,7 @@ def test_communicators_connect_for_short_microbatches_as_well():
     assert alone.collectives(sizes) == []
 
 
+@pytest.mark.variation
 def test_words_are_looked_up_when_their_sum_is_needed():
     """And not all at the start, where a rank would hold its parts of sums until the others have theirs."""
     pipe = words(vocab_parallel=True, schedule="zb-h1", ranks=4)
@@ -350,6 +353,7 @@ def test_a_list_that_is_refused(pipe, batch, message):
     check_step(pipe, [microbatch(length) for length in (4, 6, 2)])
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.variation), 2])
 def test_outputs_of_a_list_are_those_of_each_microbatch(replicas):
     pipe = words(outputs=["head", "loss"], replicas=replicas)
@@ -656,6 +660,7 @@ def indexed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -logits[:, :, :2].square().mean() + torch.linspace(0, 1, WORDS)[labels[:, 1:]].mean()
 
 
+@pytest.mark.in_ci("taken-15--1", "raised--16-17")
 @pytest.mark.parametrize(
     ("function", "accepted", "refused"),
     [

@@ -141,6 +141,7 @@ def small_values_are_offloaded_too(monkeypatch):
     monkeypatch.setattr("fxpipe.ir.liveness.SMALLEST", 1)
 
 
+@pytest.mark.in_ci("four ranks", "V of three", "offload")
 @pytest.mark.usefixtures("small_values_are_offloaded_too")
 @pytest.mark.parametrize("shape", slow_except(SHAPES, "one rank", "V", "offload"))
 def test_outputs_of_a_training_step(shape):
@@ -387,6 +388,7 @@ class Words(nn.Module):
         return {"loss": each.mean(), "logits": logits, "hidden": hidden, "each": each}
 
 
+@pytest.mark.in_ci("2-barrier")
 @pytest.mark.parametrize("vocab_parallel", ["1-barrier", "2-barrier"])
 def test_outputs_with_a_split_vocabulary(vocab_parallel):
     torch.manual_seed(0)

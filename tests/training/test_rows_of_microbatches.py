@@ -89,6 +89,7 @@ def test_rows_that_are_refused(pipe, batch, message):
         pipe.run_local(batch())
 
 
+@pytest.mark.in_ci("replicas")
 @pytest.mark.parametrize(
     "options",
     [
@@ -137,6 +138,7 @@ class Prompted(Words):
         return F.cross_entropy(self.head(self.blocks[1](x)[:, 24:]).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.variation
 def test_a_microbatch_larger_than_the_example():
     """Many short rows, where each has other tokens beside its own."""
     model = Prompted()
@@ -200,14 +202,7 @@ def rated(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(rows, length, 4), "y": torch.randn(rows, length, 4), "mask": mask}
 
 
-@pytest.mark.in_ci(
-    "time-mean",
-    "time-divided by a number",
-    "time-mean of a mask",
-    "rows-mean",
-    "rows-divided by rows",
-    "rows-sum of a mask",
-)
+@pytest.mark.in_ci("time-mean of a mask", "rows-mean", "rows-sum of a mask")
 @pytest.mark.parametrize("name", [*LOSSES])
 @pytest.mark.parametrize(
     "dimensions",
@@ -266,6 +261,7 @@ def test_a_mean_that_cannot_be_weighed():
     torch.testing.assert_close(pipe.run_local(batch).loss, own.detach())
 
 
+@pytest.mark.variation
 def test_a_product_of_means_is_each_microbatchs_own():
     """As in an auxiliary loss of experts; a loss of labels is warned of nothing."""
     model = Rated(lambda x, mask: x.mean() + (x.sum(0) / float(len(x))).square().sum())
@@ -295,6 +291,7 @@ def rows_of(pipe: fxpipe.Pipeline) -> tuple[int, int, bool]:
     return rows.least, rows.example, rows.leading
 
 
+@pytest.mark.in_ci("broadcast", "branch of both")
 @pytest.mark.parametrize(
     ("function", "least"),
     [

@@ -111,6 +111,7 @@ def test_groups_as_in_the_docs_on_a_llama(llama):
     assert (plain["weight_decay"], rest["weight_decay"]) == (0.0, 0.1)
 
 
+@pytest.mark.variation
 def test_in_and_out_as_in_the_docs(llama, tmp_path, monkeypatch):
     """The block of docs/howto.md, on one rank, which needs no torchrun."""
     page = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()

@@ -87,6 +87,7 @@ def warmer(step: int, optimizer: Any) -> None:
         group["lr"].mul_(0.9)
 
 
+@pytest.mark.in_ci("options1", "options2")
 @pytest.mark.parametrize(
     "options",
     [{}, {"clip_grad_norm": 0.1}, {"clip_grad_norm": 0.1, "half": True, "master_weights": True},

@@ -40,7 +40,7 @@ def largest(pipe: fxpipe.Pipeline) -> int:
 PRODUCTS = [getattr(torch.ops.aten, op).default for op in ("mm", "addmm", "addmm_")]
 
 
-@pytest.mark.in_ci("plain", "tied", "smoothed", "z-loss", "sum and count")
+@pytest.mark.in_ci("smoothed", "sum and count")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_whole_head(name):
     options, loss = CASES[name]
@@ -80,7 +80,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.in_ci("tied-1-barrier", "z-loss-2-barrier")
+@pytest.mark.in_ci("z-loss-2-barrier")
 @pytest.mark.parametrize(("name", "barriers"), SHARDED)
 def test_gradients_are_those_of_the_whole_head_with_shards(name, barriers):
     """A shard has 25 words: no value of the step has them for all tokens."""
@@ -143,6 +143,7 @@ def test_tokens_that_are_ignored_in_a_whole_part():
         torch.testing.assert_close(result.grads[name], parameter.grad, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.in_ci("options0", "options4")
 @pytest.mark.parametrize(
     "options",
     [
@@ -242,6 +243,7 @@ def test_logits_that_are_an_output_are_refused():
         compiled(Words(), plain, outputs=["output"])
 
 
+@pytest.mark.variation
 @pytest.mark.filterwarnings("ignore:The loss takes linalg_vector_norm")
 def test_the_planner_takes_parts_where_the_limit_asks_for_them(monkeypatch):
     """On a device where an op takes long to start the parts take longer than the whole."""

@@ -111,17 +111,11 @@ def batch_of_labels(rows: int = ROWS * MICROBATCHES):
 @pytest.mark.in_ci(
     "gathered-settings0",
     "masked-settings3",
-    "clipped-settings5",
-    "shifted-settings8",
     "indexed-settings11",
     "beside_logsumexp-settings14",
-    "in_float32-settings17",
     "in_bfloat16-settings20",
     "along-settings23",
     "turned-settings26",
-    "turned_and_smoothed-settings29",
-    "by_two-settings32",
-    "alike-settings34",
 )
 @pytest.mark.parametrize(
     ("loss", "settings"),

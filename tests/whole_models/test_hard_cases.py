@@ -40,6 +40,39 @@ def name(request) -> str:
     return request.param
 
 
+@pytest.mark.in_ci(
+    "tied_head-4-zb-h1-v",
+    "tied_thrice-4-zb-h1-v",
+    "shared_layer-4-zb-h1-v",
+    "scalar_parameter-4-zb-h1-v",
+    "sum_of_weights-4-zb-h1-v",
+    "learned_tables-4-zb-h1-v",
+    "weight_norm-4-zb-h1-v",
+    "unet-4-zb-h1-v",
+    "channels_last-4-zb-h1-v",
+    "losses_on_the_way-4-zb-h1-v",
+    "integer_crossing-4-zb-h1-v",
+    "transposed-4-zb-h1-v",
+    "expanded-4-zb-h1-v",
+    "multi_output-4-zb-h1-v",
+    "straight_through-4-zb-h1-v",
+    "teacher-4-zb-h1-v",
+    "tensor_hook-4-zb-h1-v",
+    "checkpointed-4-zb-h1-v",
+    "checkpointed_reentrant-4-zb-h1-v",
+    "reversible-4-zb-h1-v",
+    "frozen_and_unused-4-zb-h1-v",
+    "batch_norm-4-zb-h1-v",
+    "reassigned_buffers-4-zb-h1-v",
+    "nested_arguments-4-zb-h1-v",
+    "tuple_of_arguments-4-zb-h1-v",
+    "loss_attribute-4-zb-h1-v",
+    "keeps_input-4-zb-h1-v",
+    "loss_outside-4-zb-h1-v",
+    "sum_and_count-4-zb-h1-v",
+    "sum_and_given-4-zb-h1-v",
+    "experts-4-zb-h1-v",
+)
 @pytest.mark.parametrize("shape", [pytest.param("2-1f1b-v", marks=pytest.mark.variation), "4-zb-h1-v"])
 def test_equals_one_process(name, shape):
     check_against_eager(CASES[name], MICROBATCHES, SHAPES[shape])

@@ -39,7 +39,7 @@ SHAPES = [Shape(1), Shape(2, "gpipe", 2, "v"), Shape(4, "zb-h1")]
 # -- random numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_ci("dropout", "checkpointed_dropout")
+@pytest.mark.in_ci("checkpointed_dropout")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_depend_on_no_rank_and_no_schedule(name):
@@ -53,6 +53,7 @@ def test_random_numbers_depend_on_no_rank_and_no_schedule(name):
         assert too_far(result.grads, first.grads, 1e-13) == {}, shape
 
 
+@pytest.mark.in_ci("dropout", "checkpointed_dropout")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", RANDOM)
 def test_gradients_are_those_of_the_drawn_numbers(name):
@@ -75,6 +76,7 @@ def test_gradients_are_those_of_the_drawn_numbers(name):
     assert slope.item() == pytest.approx(difference.item() / (2 * length), rel=1e-6)
 
 
+@pytest.mark.variation
 @pytest.mark.usefixtures("double")
 def test_a_repeated_forward_draws_what_the_first_one_drew():
     class NotRepeated(Checkpointed):
@@ -170,6 +172,7 @@ def test_bfloat16_model():
 # -- memory layouts ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_ci("unet", "sliced")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", ["unet", "sliced", "encoder_decoder"])
 def test_batch_laid_out_unlike_the_example(name):
@@ -191,7 +194,7 @@ def test_example_in_channels_last():
     check_against_eager(Case(CASES["unet"].model, batch), 4, Shape(4, "zb-h1"))
 
 
-@pytest.mark.in_ci("in_place", "sum_and_count")
+@pytest.mark.in_ci("sum_and_count")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     "name", ["channels_last", "tied_thrice", "reassigned_buffers", "in_place", "sum_and_count"]
@@ -226,6 +229,7 @@ def test_hooks_of_parameters_and_modules_are_called():
 # -- one step after another -------------------------------------------------------------------------------
 
 
+@pytest.mark.in_ci("2-1f1b-v-batch_norm", "4-zb-h1-reassigned_buffers", "4-zb-h1-keeps_input")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", ["batch_norm", "reassigned_buffers", "keeps_input"])
 @pytest.mark.parametrize("shape", [Shape(2, "1f1b", 2, "v"), Shape(4, "zb-h1")], ids=["2-1f1b-v", "4-zb-h1"])

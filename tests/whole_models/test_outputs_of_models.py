@@ -57,6 +57,7 @@ def test_dropout_in_training_alone():
     assert too_far(found.outputs, {"logits": result.logits}, 1e-9) == {}
 
 
+@pytest.mark.variation
 def test_inference_with_hidden_states():
     torch.manual_seed(0)
     model = models.gpt2().eval()
@@ -73,6 +74,7 @@ def test_inference_with_hidden_states():
         compiled(model, {"input_ids": ids[:2], **given}, gradients=False, outputs=["loss"])
 
 
+@pytest.mark.in_ci("False")
 @pytest.mark.parametrize("labels", [True, False])
 def test_outputs_as_a_tuple(labels):
     """``return_dict=False``: the loss is found by its form, and its absence too."""

@@ -48,7 +48,7 @@ def check_against_eager(pipe: fxpipe.Pipeline, microbatches: int = 3) -> None:
 VARIATIONS = ("columns and rows", "embedding by columns", "uneven", "vocabulary")
 
 
-@pytest.mark.in_ci("experts", "loss")
+@pytest.mark.in_ci("experts")
 @pytest.mark.parametrize("plan", with_variations(PLANS, VARIATIONS))
 def test_each_plan_of_torch_equals_eager(plan):
     check_against_eager(compiled(plan))
@@ -67,6 +67,7 @@ def test_ranks_share_a_vocabulary_that_lanes_do_not():
         compiled("embedding by columns", vocab_parallel=True)
 
 
+@pytest.mark.variation
 def test_three_lanes_share_what_three_divides():
     check_against_eager(compiled("vocabulary", lanes=3))
 
@@ -116,6 +117,7 @@ def test_a_padded_weight_that_layers_share(style):
     torch.testing.assert_close(pipe.run_local((torch.tensor([[1], [4]]),)).loss, expected)
 
 
+@pytest.mark.variation
 def test_random_numbers_depend_on_neither_ranks_nor_replicas_nor_recomputation():
     data = batch(8)
     options = {"ranks": 1, "microbatches": 4, "schedule": "1f1b"}
