@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if chosen is None and not {"-h", "--help", "--version"} & {*words}:
             raise FxpipeError(f"fxpipe has no option {words[0]!r}. See fxpipe --help")
+        # Not ``parse_args``, whose error for what is unknown has no suggestion.
         options, unknown = parser([] if chosen is None else [chosen]).parse_known_args(words)
         if unknown:
             other = suggested(unknown[0], map(flag, vars(options)))

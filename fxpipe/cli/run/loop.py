@@ -179,6 +179,7 @@ def _begin_figures(
     """The known figures, the norm, and the figures of the last steps with the largest bubble of all ranks;
     given by a function that waits for the others."""
     figures = {name: figure for name, figure in pipe.figures().items() if name not in ("step", "norm")}
+    # Its bits travel as a word: ``begin_gather`` takes whole numbers.
     idle = torch.tensor([figures.get("bubble", 0.0)], dtype=torch.float64)
     process = pipe.process
     gathered = (
