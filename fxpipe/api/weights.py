@@ -114,7 +114,7 @@ class Weights:
 
     def full_state_dict(self, rank: int | None = 0) -> dict[str, torch.Tensor]:
         """A copy of ``state_dict`` of the whole model in the memory of the CPU, on one rank (None: on each);
-        the others get an empty dict.  All ranks must call it."""
+        the others get an empty dict.  All ranks must call it.  Raises OptionError for a rank that is none."""
         self.check_alike()
         return full_state_dict(self.model_state, rank)
 
