@@ -203,6 +203,13 @@ def test_costs_that_are_not_there(capsys):
     assert "nope does not exist: --costs is a JSON file or" in refused(capsys, "simulate", "--costs", "nope")
 
 
+@pytest.mark.parametrize(
+    "words", [["check"], ["run", "--data", "x"], ["simulate", *TIMES, "--schedule", "1f1b", "--draw"]]
+)
+def test_a_name_that_is_longer_than_those_of_files(capsys, words):
+    assert "File name too long" in refused(capsys, *words, "a" * 300 + ".svg")
+
+
 def test_running_several_ranks_in_one_process(capsys, saved, tmp_path):
     save_file(numbers(8), tmp_path / "data.safetensors")
     line = refused(capsys, "run", saved / "gpipe", "--data", tmp_path / "data.safetensors")
