@@ -174,7 +174,8 @@ def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list
     }
     for spans in measured:
         for op, start, end in spans:
-            durations[op.stage, op.kind].append(end - start)
+            if predicted[op.stage, op.kind]:  # else it computes nothing
+                durations[op.stage, op.kind].append(end - start)
     pace = median(median(times) / predicted[key] for key, times in durations.items())
 
     def off(key: tuple[int, OpKind]) -> float:
