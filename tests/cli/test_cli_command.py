@@ -280,6 +280,14 @@ def test_the_log_as_json(tmp_path, capsys, caplog):
     assert "loss" not in caplog.text
 
 
+def test_a_run_without_steps_leaves_the_recorded_one(tmp_path):
+    for begun in (0, 1):
+        pipe = fxpipe.compile(Chain(2), numbers(2), ranks=1, microbatches=2, schedule="1f1b", check=False)
+        pipe.step_number = begun
+        train(pipe, Batches(), LoopSettings(steps=1, lr=0.1, record=tmp_path))
+        assert json.loads((tmp_path / "measured0.json").read_text())["spans"]
+
+
 def test_an_error_before_the_ranks_know_each_other(monkeypatch, tmp_path, capsys):
     """Torchrun's summary, which is printed last, has its message."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))

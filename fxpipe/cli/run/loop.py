@@ -137,7 +137,7 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
         at_end = begun < steps and (settings.every is None or steps % settings.every != 0)
         if checkpoints is not None and at_end:
             checkpoints.save()
-    if settings.record is not None and pipe.replica == 0:
+    if settings.record is not None and pipe.replica == 0 and begun < steps:
         write_spans(settings.record, pipe.runtime.rank, pipe.runtime.record.spans)
     if settings.save is not None:
         pipe.save(settings.save)
