@@ -148,7 +148,7 @@ class Checkpointer:
         self._background = ThreadPoolExecutor(1, "fxpipe-checkpoint")
         self._writing: Future[Path] | None = None
         self._handler: Any = None
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # Python lets no other one set a handler
             self._handler = signal.signal(
                 signal.SIGTERM, partial(_stop, weakref.ref(pipe), before=signal.getsignal(signal.SIGTERM))
             )
@@ -166,7 +166,7 @@ class Checkpointer:
         path, state = self.directory / name, self.pipe.model_state
         self.pipe.updates.settle()
         with agreed(self._process, f"resume from {path}"):
-            record = self._verified(path)
+            record = self._verified(path)  # each rank some of the files: all are whole once all agree
         with agreed(self._process, f"resume from {path}"):
             contents = contents_for(state, self.optimizer, self.user, path, record, self._rank)
         restore(state, self.optimizer, self.user, contents)
@@ -269,7 +269,7 @@ class Checkpointer:
 
     def _start(self) -> None:
         self._check_run()
-        self.wait()
+        self.wait()  # one at a time, as each has a copy of all tensors
         if any(isinstance(thing, OfAverage) and thing.average.is_applied for thing in self.user.values()):
             raise RunError("The weights are those of an average now: write checkpoints outside of applied().")
         self._warn_of_optimizer()
@@ -309,7 +309,7 @@ class Checkpointer:
                 files.discard(self.directory, step)
 
     def _written(self, step: int, record: CheckpointRecord, tensors: dict[str, torch.Tensor | Part]) -> Path:
-        with self._agreed("begin"):
+        with self._agreed("begin"):  # no rank writes before the directory is there
             if self._number == 0:
                 files.begin(self.directory, step)
         draft = files.draft_of(self.directory, step)
@@ -364,6 +364,7 @@ class Checkpointer:
         with agreed(self._process, f"write to {self.directory}"), writing(self.directory):
             if self._number == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
+                # Under the lock: what is half done here is of a run that was killed.
                 self._lock = files.Lock(self.directory)
                 files.put_back(self.directory)
                 probe.write_text("")
@@ -394,6 +395,7 @@ class Checkpointer:
             return [data]
         assert self._group is not None
         with answered():
+            # The sizes first, by which all ranks pad their bytes alike.
             sizes = gather_bytes(len(data).to_bytes(8, "little"), [8] * self._processes, self._group)
             return gather_bytes(data, [int.from_bytes(size, "little") for size in sizes], self._group)
 

@@ -252,7 +252,7 @@ def _compiled(
 ) -> tuple[Compiled | None, list[Artifact]]:
     """The artifact, and those beside it (``Pipeline.with_others``), as rank 0 makes them for all; the
     compiled graph is on rank 0 alone."""
-    known = _different_devices(compilation, process)
+    known = _different_devices(compilation, process)  # by all ranks, before rank 0 compiles by itself
 
     def made() -> tuple[Compiled, list[Artifact]]:
         phases = Phases(f"fxpipe {type(compilation.model).__name__}")
@@ -308,7 +308,7 @@ def _settled(
     return settle(arguments, first, device)
 
 
-def _torchrun_ranks(lanes: int = 1) -> int | None:
+def _torchrun_ranks(lanes: int) -> int | None:
     """The number of ranks that torchrun started on this machine; None under another launcher or none."""
     number = os.environ.get("LOCAL_WORLD_SIZE")
     return max(1, int(number) // lanes) if number is not None and under_torchrun() else None

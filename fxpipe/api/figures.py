@@ -34,9 +34,11 @@ class StepClock:
     def stopped(self) -> Iterator[None]:
         """What does not count."""
         begun = time.perf_counter()
-        yield
-        if self._since is not None:
-            self._since += time.perf_counter() - begun
+        try:
+            yield
+        finally:  # also of an evaluation that refuses its batch, after which a script may go on
+            if self._since is not None:
+                self._since += time.perf_counter() - begun
 
     def take(self) -> tuple[float, float]:
         """The means of the steps since the last call, of seconds and shares; those of the last call if there

@@ -71,6 +71,7 @@ def on_fastest_lanes(
     lanes: DeviceMesh | None
     with ExitStack() as stack:
         if under_torchrun():
+            # All processes make each of them, in one order: meshes have process groups.
             meshes = {
                 n: init_device_mesh(device.type, (devices // n, n), mesh_dim_names=_NAMES[1:])
                 for n in numbers
@@ -90,6 +91,7 @@ def on_fastest_lanes(
             lanes = stack.enter_context(_local(mesh.lanes))
         values = {}
         if lanes is not None and mesh.lanes > 1:
+            # The mesh of this process keeps the first lane's shares alone: ``compile`` gives all back later.
             if not under_torchrun() and not any(p.is_meta for p in model.parameters()):
                 values = {name: value.clone() for name, value in model.state_dict().items()}
             _parallelize(search.ways[mesh.way], model, lanes)

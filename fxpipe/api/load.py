@@ -45,6 +45,7 @@ def load(
     if process is not None:
         process.backend(device)
     leads = process is None or process.leads
+    # Rank 0 checks the plans, and gives each rank its own.
     with agreed(process, f"load {directory}"):
         texts = files.plan_texts(directory)
         plans = files.checked_plans(texts) if leads else []

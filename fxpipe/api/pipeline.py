@@ -32,7 +32,7 @@ from fxpipe.training.model.save import save
 from fxpipe.training.optimizer.make_optimizer import make_optimizer
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 from fxpipe.training.optimizer.step_loss import StepLoss
-from fxpipe.training.run.local_runner import LocalResult, Looks
+from fxpipe.training.run.local_result import LocalResult, Looks
 from fxpipe.training.run.runner import Runner
 from fxpipe.viz.notebook import ShownResult, shown_as
 
@@ -99,7 +99,7 @@ class Pipeline(Weights, Views):
             register(self.model_state)
         self.share_values()
         share_model(self.model_state)
-        pipe = weakref.ref(self)
+        pipe = weakref.ref(self)  # a finalizer keeps what its function has, and the model may live longer
 
         def let_go() -> None:
             if (living := pipe()) is not None:

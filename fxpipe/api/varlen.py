@@ -102,6 +102,7 @@ def boundaries_of(position_ids: Tensor) -> Tensor:
     positions = position_ids.reshape(-1)
     tokens = positions.shape[0]
     at = torch.arange(1, tokens, device=positions.device)
+    # Where no document begins stands the end, which sorts behind all begins: no size depends on the data.
     begins = torch.where(positions[1:] - positions[:-1] == 1, tokens, at).sort().values
     return torch.cat([begins.new_zeros(1), begins, begins.new_full((1,), tokens)]).to(torch.int32)
 
@@ -131,6 +132,7 @@ def packed_attention(
     positions = position_ids.expand(rows, -1)
     causal = module.is_causal if is_causal is None else is_causal
     ends, tokens = boundaries_of(positions), rows * length
+    # A sliding window counts the position itself.
     window = (-1 if sliding_window is None else sliding_window - 1), 0 if causal else -1
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     width = v.shape[-1]

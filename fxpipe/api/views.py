@@ -35,8 +35,7 @@ from fxpipe.viz.summary import costs_text, summary
 #: What the classes of fxpipe use of a pipeline, and its users do not.
 _INTERNAL = {
     "artifact", "assumed", "directory", "first_step", "is_evaluation", "let_model_go", "like", "model_state",
-    "of", "offload_directory", "process", "rows", "share_model", "updates",
-    "with_others",
+    "of", "offload_directory", "process", "rows", "share_model", "updates", "with_others",
 }  # fmt: skip
 
 if TYPE_CHECKING:

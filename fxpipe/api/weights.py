@@ -114,7 +114,7 @@ class Weights:
 
     def full_state_dict(self, rank: int | None = 0) -> dict[str, torch.Tensor]:
         """A copy of ``state_dict`` of the whole model in the memory of the CPU, on one rank (None: on each);
-        the others get an empty dict.  All ranks must call it."""
+        the others get an empty dict.  All ranks must call it.  Raises OptionError for a rank that is none."""
         self.check_alike()
         return full_state_dict(self.model_state, rank)
 
@@ -134,16 +134,12 @@ class Weights:
         with agreed(self.process, "load the state dict"):
             if not isinstance(state, Mapping | str | Path):
                 raise OptionError(f"state is {state!r:.60} and must be a mapping of tensors or a path.")
-            nested = (
-                [key for key, value in state.items() if isinstance(value, Mapping)]
-                if isinstance(state, Mapping)
-                else []
-            )
-            if nested:
-                raise OptionError(
-                    f"state[{nested[0]!r}] is a mapping, not a tensor: give the state dict in it, "
-                    f"state[{nested[0]!r}]."
-                )
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(value, Mapping):
+                    raise OptionError(
+                        f"state[{key!r}] is a mapping, not a tensor: give the state dict in it, "
+                        f"state[{key!r}]."
+                    )
             values = values_at(Path(state)) if isinstance(state, str | Path) else InMemory(state)
             load_state_dict(self.model_state, values, strict)
         self.share_values()

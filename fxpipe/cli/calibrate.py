@@ -92,6 +92,7 @@ def mean_of(devices: Sequence[Device]) -> Device:
         return mean(map(rate, devices))
 
     def curve(kind: str) -> Curve:
+        # All have measured the same sizes.
         points = zip(*(device.curves[kind].points for device in devices), strict=True)
         return Curve(tuple((same[0][0], mean(seconds for _, seconds in same)) for same in points))
 

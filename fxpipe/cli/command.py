@@ -6,6 +6,7 @@ Only the command that runs is imported: the help needs the modules of ``options/
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if chosen is None and not {"-h", "--help", "--version"} & {*words}:
             raise FxpipeError(f"fxpipe has no option {words[0]!r}. See fxpipe --help")
+        # Not ``parse_args``, whose error for what is unknown has no suggestion.
         options, unknown = parser([] if chosen is None else [chosen]).parse_known_args(words)
         if unknown:
             other = suggested(unknown[0], map(flag, vars(options)))
@@ -84,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of ``| head``, which has read enough; nothing more is flushed at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except FxpipeError as error:
+    except (FxpipeError, OSError) as error:
+        # Before Python 3.14 Path.is_dir and the like raise for a name that is longer than names of files are.
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            raise
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from fxpipe.runtime.job.watch import ends_before_others  # it imports torch
 

@@ -11,11 +11,10 @@ import torch
 
 from fxpipe.compiler.options import Options
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 #: What ``compile`` takes for a value of the command line, where that is another one.
 _AS: dict[str, Callable[[Any], Any]] = {
     "memory_limit": lambda limit: limit.unit or float(limit),
-    "grad_dtype": _DTYPES.__getitem__,
+    "grad_dtype": lambda name: getattr(torch, name),
     "offload": lambda share: True if share == "all" else share,
 }
 

@@ -103,7 +103,7 @@ def plan_meshes(options: argparse.Namespace) -> None:
     if ways:
         print_ways(console, *of_lengths, PHYSICAL)
     for each in compared:
-        fastest_mesh(each.tried)
+        fastest_mesh(each.tried)  # raises where none fits, now that the table has told why
 
 
 class _Planned(NamedTuple):

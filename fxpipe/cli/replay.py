@@ -72,6 +72,7 @@ def _compared(call: Replayed) -> list[tuple[ResultDigest, bool]]:
     """Each result, and whether it is the step's."""
     before = {result.name: result for result in call.recorded}
     now = {result.name: result for result in call.results}
+    # By the names of both: what one of them lacks differs.
     same = {name: now.get(name) == before.get(name) for name in [*now, *before]}
     return [(now.get(name) or before[name], same[name]) for name in same]
 

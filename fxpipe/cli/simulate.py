@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fxpipe.cli.arguments import working, write_picture
+from fxpipe.cli.arguments import flag, working, write_picture
 from fxpipe.cli.batch import batch_of
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import plan
@@ -119,7 +119,7 @@ def _offload(options: argparse.Namespace, timeline: Timeline, units: Units) -> O
     if options.offload_time is None:
         for name in ("offload", "ranks_per_link"):
             if getattr(options, name) is not None:
-                raise FxpipeError(f"--{name.replace('_', '-')} needs --offload-time")
+                raise FxpipeError(f"{flag(name)} needs --offload-time")
         return None
     timeline = replace(
         timeline, costs=with_link(timeline.costs, options.offload_time, options.ranks_per_link or 1)

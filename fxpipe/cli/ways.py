@@ -62,7 +62,7 @@ def ways_as_page(
 def large(number: float) -> str:
     """``1_234_567`` to ``1.23 M``."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * size:
+        if number >= 0.9995 * size:  # from here on three digits of the smaller unit would be 1000
             return f"{number_text(number / size)} {unit}"
     return number_text(number)
 

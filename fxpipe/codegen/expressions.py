@@ -51,6 +51,7 @@ _OF_PROGRAM = re.compile(
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"
 )
+#: With any number of underscores behind: that of ``rt`` is ``rt_``, so that of ``rt_`` must be another one.
 _TAKEN = re.compile(rf"({_OF_PROGRAM.pattern}|.*_s\d+|)_*")
 
 
@@ -112,6 +113,7 @@ class Aliases:
             self.registrars.add((target.namespace, module))
         alias = short = _alias(packet.__name__, overload)
         number = 1
+        # Ops of two libraries may have one name: the second has that of its library before it.
         while not self._is_free(alias) or self.ops.setdefault(alias, path) != path:
             alias = f"{identifier(target.namespace)}_{short}" + (f"_{number}" if number > 1 else "")
             number += 1

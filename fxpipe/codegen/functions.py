@@ -111,6 +111,7 @@ class _Function:
         entries[LATER] = self.inner
         self.takes: dict[int, tuple[Taken, ...]] = {}
         for begin, run in self.runs.items():
+            # A stack has one taker: what another run takes of it as well is built from its values.
             others = {each.stack for each in self._taken() if each.stack is not None}
             self.takes[begin] = taken(run, entries, others)
 

@@ -73,7 +73,7 @@ def _find_inner(nodes: Sequence[fx.Node], scope: Scope, named: AbstractSet[fx.No
             continue
         if user.target is operator.getitem or node in written_arguments(user.target, user.args, user.kwargs):
             continue
-        scope.inner.add(node)
+        scope.inner.add(node)  # to see how long the line becomes, in a function, whose body is indented by 4
         times = sum(leaf is node for leaf in leaves(user))
         if times > 1 or len(_targets(user, scope) + scope.expression(user)) > WIDTH - 4:
             scope.inner.remove(node)

@@ -1,9 +1,9 @@
 """What the function of each section takes and gives.
 
-Values that pass between two phases of one stage travel in one list (``saved`` from
-F to B, ``saved_for_weight`` from F to W, ``gradients`` from B to W), which the receiver empties, so that
-each value is freed after its last use and not when the call returns.  Values that can be offloaded
-travel in lists of their own (``offloaded``, ``offloaded_for_weight``).
+Values that pass between two phases of one stage travel in one list (``saved`` from F to B,
+``saved_for_weight`` from F to W, ``gradients`` from B to W), which the receiver empties, so that each value
+is freed after its last use and not when the call returns.  Values that can be offloaded travel in lists of
+their own (``offloaded``, ``offloaded_for_weight``).
 """
 
 from __future__ import annotations

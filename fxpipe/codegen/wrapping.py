@@ -61,7 +61,7 @@ def _rows(text: str, blank: str, begin: int, end: int, start: str) -> list[str]:
     after_commas = [comma.end() for comma in re.compile(", ").finditer(blank, begin, end)]
     for first, stop in pairwise([begin, *after_commas, end]):
         item = text[first:stop].rstrip(" ")
-        if len(current) + len(item) + 2 > WIDTH and current != start:
+        if len(current) + len(item) + 2 > WIDTH and current != start:  # with a space and a bracket
             rows.append(current)
             current = start
         current += " " + item

@@ -41,8 +41,8 @@ def with_assumed(
 ) -> tuple[Compiled, list[Artifact]]:
     """The compiled step, and its programs for some batches, on the same ranks, in the same order.
 
-    None where the step cannot be compiled for them; for batches without masks also where they would save
-    little by analytic costs.
+    No such programs where the step cannot be compiled for them; for batches without masks also where they
+    would save little by analytic costs.
 
     devices: as for ``compile_model``.
     """
@@ -58,7 +58,7 @@ def with_assumed(
         if other is not None and branch in other.captured.branches:
             apart = abs(_seconds(trained) - _seconds(other))
             trained = _with_rewrite(trained, Rewrite("batch-branches", 1, apart))
-            return _with_peaks_of(trained, other.artifact.plan), [_for(other, branch=branch)]
+            return _with_peaks_of(trained, other.artifact.plan), [_with(other, branch=branch).artifact]
     return _without_masks(request, phase, trained, devices)
 
 
@@ -80,7 +80,7 @@ def _without_masks(
         return trained, []
     freed = sum(other.captured.masks.freed(mask) - masks.freed(mask) for mask in ("causal", "none"))
     trained = _with_rewrite(trained, Rewrite("batch-masks", calls, saved, max(freed, 0)))
-    return trained, [_for(other, assumed=assumed)]
+    return trained, [_with(other, assumed=assumed).artifact]
 
 
 def _compiled(
@@ -102,33 +102,30 @@ def _compiled(
     return other if _fits(other.artifact.plan, trained.artifact.plan) else None
 
 
+def _with(compiled: Compiled, **changes: Any) -> Compiled:
+    """The compilation with these fields of its plan."""
+    artifact = compiled.artifact
+    return replace(compiled, artifact=replace(artifact, plan=replace(artifact.plan, **changes)))
+
+
 def _with_rewrite(compiled: Compiled, rewrite: Rewrite) -> Compiled:
-    plan = compiled.artifact.plan
-    plan = replace(plan, rewrites=(*plan.rewrites, rewrite))
-    return replace(compiled, artifact=replace(compiled.artifact, plan=plan))
+    return _with(compiled, rewrites=(*compiled.artifact.plan.rewrites, rewrite))
 
 
 def _with_buffers_of(compiled: Compiled, other: Plan) -> Compiled:
     """The compilation, on ranks that also hold the buffers that other programs alone read there."""
-    plan = compiled.artifact.plan
     tensors = [
         replace(ours, buffers=theirs.buffers) if {*ours.buffers} < {*theirs.buffers} else ours
-        for ours, theirs in zip(plan.tensors, other.tensors, strict=True)
+        for ours, theirs in zip(compiled.artifact.plan.tensors, other.tensors, strict=True)
     ]
-    return replace(compiled, artifact=replace(compiled.artifact, plan=replace(plan, tensors=(*tensors,))))
+    return _with(compiled, tensors=(*tensors,))
 
 
 def _with_peaks_of(compiled: Compiled, other: Plan) -> Compiled:
     """The compilation, with the memory that ranks need for either programs."""
-    plan = compiled.artifact.plan
-    peaks = map(max, plan.prediction.peak_memory, other.prediction.peak_memory)
-    plan = replace(plan, prediction=replace(plan.prediction, peak_memory=(*peaks,)))
-    return replace(compiled, artifact=replace(compiled.artifact, plan=plan))
-
-
-def _for(compiled: Compiled, **batches: Any) -> Artifact:
-    """The programs, whose plan says for which batches they are."""
-    return replace(compiled.artifact, plan=replace(compiled.artifact.plan, **batches))
+    prediction = compiled.artifact.plan.prediction
+    peaks = map(max, prediction.peak_memory, other.prediction.peak_memory)
+    return _with(compiled, prediction=replace(prediction, peak_memory=(*peaks,)))
 
 
 def _saved(compiled: Compiled) -> tuple[float, float]:

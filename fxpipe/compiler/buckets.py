@@ -76,6 +76,7 @@ def with_buckets(
             sums = None if is_frozen else lanes.sums(ShardName(name))
             of_lanes = sums or LaneGroup(0), dividing(name)
             of_gradient = "" if is_frozen else str(dtype(name))
+            # The order first; then what cannot share memory, or is not exchanged with the same processes.
             return places[name], of_gradient, layouts[name].dtype, alone, stages.get(name, ()), *of_lanes
 
         for _, names in groupby(sorted(places, key=together), together):
@@ -89,6 +90,7 @@ def with_buckets(
         made = dict[str, int].fromkeys(rank_tensors.gradients, len(ops) - 1) | _positions(ops, accumulated)
         first, last = _positions(ops[::-1], used), _positions(ops, used)
         names = [name for name in rank_tensors.parameters if name in last] if shard == "parameters" else []
+        # In the order of their first use, which ``first`` counts from the end.
         frozen: dict[str, int] = {n: -first[n] for n in names if n not in rank_tensors.gradients}
         return replace(
             rank_tensors,

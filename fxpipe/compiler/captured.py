@@ -87,7 +87,7 @@ def encoded(argument: object, numbers: dict[fx.Node, int]) -> object:
             return argument
         case torch.device():
             return {"device": argument.type}
-        case _ if isinstance(argument, torch.dtype | torch.layout | torch.memory_format):
+        case torch.dtype() | torch.layout() | torch.memory_format():
             return {"torch": str(argument)}
         case _ if schema_of(argument):
             return {"op": str(argument)}

@@ -66,8 +66,8 @@ def _check_numbers(options: Settings) -> None:
         "ranks": mesh.ranks,
         "replicas": mesh.replicas,
         "microbatches": mesh.microbatches,
+        "ranks_per_link": options.offload.ranks_per_link,
     }
-    numbers["ranks_per_link"] = options.offload.ranks_per_link
     if options.head_chunks != AUTO:
         numbers["head_chunks"] = options.head_chunks
     for name in ("stages_per_rank", "ranks_per_machine"):

@@ -238,7 +238,7 @@ def compile_model(
         return stages_and_costs(with_options, step, candidates(variant, captured.graph), cluster, phase)
 
     stages, costing = cut_with(options)
-    phase.expect(3 + 2 * len(stages))
+    phase.expect(3 + 2 * len(stages))  # two of each cut; schedule, codegen and check
 
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and

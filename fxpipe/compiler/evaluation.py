@@ -69,7 +69,7 @@ def compile_evaluation(request: Compilation, phase: Phases, trained: Compiled) -
         print_after=options.print_after,
         head_chunks=plan.head_chunks,
     )
-    phase.expect(6)
+    phase.expect(6)  # the trace, the cut in four, the check
     with phase("evaluation"), _in_eval_mode(model):
         buffers = {name for rank_tensors in plan.tensors for name in rank_tensors.buffers}
         forward = captured_at_lengths(request, None, buffers)

@@ -51,11 +51,13 @@ class Phases:
     def __call__(self, phase: str) -> Iterator[None]:
         # Phases nest; each counts the time that is in no phase within it.
         before, outer, self._nested = time.perf_counter(), self._nested, 0.0
-        with contextlib.nullcontext() if self._bar is None else self._bar.phase(phase):
-            yield
-        passed = time.perf_counter() - before
-        self.seconds[phase] += passed - self._nested
-        self._nested = outer + passed
+        try:
+            with contextlib.nullcontext() if self._bar is None else self._bar.phase(phase):
+                yield
+        finally:  # also where it fails: of a candidate that cannot be cut the compiler goes on to the next
+            passed = time.perf_counter() - before
+            self.seconds[phase] += passed - self._nested
+            self._nested = outer + passed
         if self._bar is not None and self._bar.is_advanced_to_end() and self._ends:
             self.finish("compiled")
 

@@ -61,6 +61,7 @@ def tensor_ownership(
         for value in (*section.step_inputs, *section.outputs):
             used[placement[section.stage]][value.kind].add(value.name)
     trained = set().union(*(u[Kind.GRADIENT] for u in used))
+    # Their copies on ranks of the other pipeline get the sum of the gradients, as those of tied weights do.
     for rank, there in enumerate(has_on_ranks):
         used[rank][Kind.GRADIENT] |= trained.intersection(there)
     assigned = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
@@ -128,7 +129,6 @@ def weight_bytes(
     tensors: Mapping[str, torch.Tensor], ownership: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
 ) -> tuple[HeldBytes, ...]:
     """Per rank the bytes of its parameters, gradients and buffers.  tensors: as ``tensors_of`` gives them."""
-
     return tuple(
         HeldBytes(
             _nbytes(tensors, each.parameters),

@@ -1,4 +1,4 @@
-"""Makes names safe in pictures: any text as a label, so that it cannot become markup."""
+"""Labels of graphviz's pictures: their font, and any text made safe, so that it cannot become markup."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from html import escape
 import graphviz
 
 from fxpipe.errors import printable
+
+FONT = {"fontname": "Helvetica", "fontsize": "10"}
 
 
 def dot_label(lines: Iterable[str]) -> str:

@@ -59,7 +59,7 @@ class Standing:
 
 
 def standing(plan: Plan) -> tuple[Standing, ...]:
-    """Per rank."""
+    """What each rank holds during the whole step."""
     return tuple(
         Standing(
             size.parameters,

@@ -18,7 +18,7 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.units import bytes_text, seconds_text, units_of
-from fxpipe.training.run.local_runner import LocalResult
+from fxpipe.training.run.local_result import LocalResult
 from fxpipe.viz.summary import memory_rows, summary
 
 #: The most ops of a timeline that is drawn, and the most rows of a table: a notebook keeps what it shows.

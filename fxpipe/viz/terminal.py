@@ -95,6 +95,7 @@ def _block(timeline: Timeline, op: Op | None, cells: int, colored: bool) -> tupl
     # By shade alone: the letters of two stages are the same.
     earlier = [s for s in range(op.stage) if schedule.placement[s] == schedule.placement[op.stage]]
     late = not schedule.is_vocabulary(op.stage) and any(not schedule.is_vocabulary(s) for s in earlier)
+    # Two shades for neighboring microbatches, which later stages of the rank have paler.
     shade = palette.tint(color(shown), 0.22 * (op.microbatch % 2) + 0.4 * late)
     return (number if len(number) <= cells else "").center(cells), Style(color="black", bgcolor=shade)
 

@@ -130,6 +130,7 @@ def _flows(
             number += 1
             name = f"{_text(edge.source)} to {_text(edge.target)}"
             args = {"bytes": int(edge.bytes), "tensors": ", ".join(named) or "not known"}
+            # An id of the file, not of the process: those of the two steps must not meet.
             flow = {"cat": "message", "name": name, "pid": process, "id": process * 10**9 + number,
                     "args": args}  # fmt: skip
             yield {"ph": "s", **flow, "tid": home + 1, "ts": _inside(source, last=True)}

@@ -204,6 +204,13 @@ def test_costs_that_are_not_there(capsys):
     assert "nope does not exist: --costs is a JSON file or" in refused(capsys, "simulate", "--costs", "nope")
 
 
+@pytest.mark.parametrize(
+    "words", [["check"], ["run", "--data", "x"], ["simulate", *TIMES, "--schedule", "1f1b", "--draw"]]
+)
+def test_a_name_that_is_longer_than_those_of_files(capsys, words):
+    assert "File name too long" in refused(capsys, *words, "a" * 300 + ".svg")
+
+
 def test_running_several_ranks_in_one_process(capsys, saved, tmp_path):
     save_file(numbers(8), tmp_path / "data.safetensors")
     line = refused(capsys, "run", saved / "gpipe", "--data", tmp_path / "data.safetensors")
@@ -272,6 +279,14 @@ def test_the_log_as_json(tmp_path, capsys, caplog):
     train(pipe, Batches(), LoopSettings(steps=2, lr=0.1, json_lines=True))
     assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [0, 1]
     assert "loss" not in caplog.text
+
+
+def test_a_run_without_steps_leaves_the_recorded_one(tmp_path):
+    for begun in (0, 1):
+        pipe = fxpipe.compile(Chain(2), numbers(2), ranks=1, microbatches=2, schedule="1f1b", check=False)
+        pipe.step_number = begun
+        train(pipe, Batches(), LoopSettings(steps=1, lr=0.1, record=tmp_path))
+        assert json.loads((tmp_path / "measured0.json").read_text())["spans"]
 
 
 def test_an_error_before_the_ranks_know_each_other(monkeypatch, tmp_path, capsys):

@@ -24,6 +24,12 @@ def test_lengths_of_numbers_and_files(tmp_path):
     assert lengths("7, 64,2048").lengths == (7, 64, 2048)
 
 
+def test_more_lengths_than_the_name_of_a_file_has_characters():
+    assert lengths(",".join(["731"] * 2000)).lengths == (731,) * 2000
+    with pytest.raises(argparse.ArgumentTypeError, match="is no distribution"):
+        lengths("normal:" + "m" * 5000)
+
+
 def test_drawn_lengths():
     source = lengths("lognormal:mean=600,sigma=1.0,min=50")
     assert source == LogNormal("lognormal:mean=600,sigma=1.0,min=50", 600, 1, 50)

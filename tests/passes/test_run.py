@@ -1,6 +1,7 @@
 """The list of passes: complete, each name once, each runs where it stands; the graph printed after one."""
 
 import pkgutil
+from contextlib import suppress
 from dataclasses import astuple, replace
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs
 from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.cost.devices.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.errors import OptionError, VerifyError
+from fxpipe.errors import OptionError, PartitionError, VerifyError
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.liveness import liveness
 from fxpipe.ir.storage import call_nodes
@@ -213,4 +214,16 @@ def test_phases_within_phases_count_once(monkeypatch):
         for _ in range(2):
             with phase("inner"):
                 pass
+    assert phase.seconds == {"inner": 6.0, "outer": 4.0}
+
+
+def test_phases_that_fail_within_phases_count_once(monkeypatch):
+    ticks = iter([0.0, 1.0, 3.0, 4.0, 8.0, 10.0])
+    monkeypatch.setattr("fxpipe.compiler.progress.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    phase = Phases("")
+    with phase("outer"):
+        with phase("inner"):
+            pass
+        with suppress(PartitionError), phase("inner"):
+            raise PartitionError("as of a candidate")
     assert phase.seconds == {"inner": 6.0, "outer": 4.0}

@@ -38,6 +38,13 @@ def test_long_calls_are_cut():
     assert different_calls(table("y" + "x" * 5000, "x" * 5000)) is not None
 
 
+def test_long_calls_that_differ_in_the_character_at_the_cut():
+    cut = "x" * (8 * CALL - 1)
+    message = different_calls(table(cut + "ä", cut + "ä", cut + "中"))
+    assert message is not None
+    assert message.startswith("Rank 2 calls xxx")
+
+
 def test_the_function_that_the_user_has_called(monkeypatch):
     """Not the inner ones, of which there is one for each exchange."""
     called = []

@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -226,6 +227,31 @@ def test_a_call_of_a_store_that_is_stopped_ends():
     assert all(0.4 < seconds < 0.75 for seconds in ends), "and no longer than the first one"
     call("key")
     assert ends[-1] < 0.8, "at once"
+
+
+class TakenMeanwhile(SimpleQueue):
+    """A queue whose only call another thread takes as soon as this one has seen it."""
+
+    def empty(self):
+        is_empty = super().empty()
+        with suppress(Empty):
+            self.get_nowait()
+        return is_empty
+
+
+def test_the_store_is_given_up_as_its_thread_takes_the_last_call():
+    store = LimitedStore(dist.HashStore(), timedelta(seconds=0.2))
+    caller = store._caller
+    caller._calls = TakenMeanwhile()  # the thread waits for calls of the other queue
+
+    def call() -> None:
+        with pytest.raises(NoStore):
+            store.get("key")
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_who_is_known_to_be_missing_without_a_store(watch_of):

@@ -144,6 +144,16 @@ def test_errors(recorded, tmp_path):
     assert not [*directory.glob(".*")]
 
 
+def test_other_files_beside_a_recording(recorded, tmp_path):
+    _, _, directory = recorded
+    for name in ("F1.3-rank1.safetensors", "F1.3-rank1 (copy).safetensors", "of-rank.safetensors"):
+        (tmp_path / name).write_bytes((directory / "F1.3-rank1.safetensors").read_bytes())
+    found, _ = read_recorded(tmp_path, "F1.3", None)
+    assert (found.op, found.rank) == ("F1.3", 1)
+    with pytest.raises(ArtifactError, match=r"no recording of F1\.4\..* It has F1\.3\."):
+        read_recorded(tmp_path, "F1.4", None)
+
+
 @pytest.mark.parametrize("stride", [(4, 1), (1, 3), (0, 1), (8, 2), (0, 0)])
 def test_strides_are_kept(stride):
     given = torch.randn(3, 4)

@@ -1,6 +1,7 @@
 """Figures of the last steps, as loggers take them."""
 
 import json
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 import fxpipe
 from fxpipe.api import figures
 from fxpipe.cost.devices.known_devices import peak_rate
-from fxpipe.errors import RunError
+from fxpipe.errors import BatchError, RunError
 from fxpipe.ir.ops import node_flops
 
 
@@ -34,6 +35,18 @@ TOKENS = 2 * 10  # of two microbatches
 def pipe():
     torch.manual_seed(0)
     return fxpipe.compile(Words(), {"ids": IDS}, ranks=1, microbatches=2, schedule="1f1b", evaluation=True)
+
+
+def test_what_does_not_count_as_a_step_may_fail(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(figures, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = figures.StepClock()
+    with clock.step(lambda: 1.0):
+        now[0] += 2.0
+    with suppress(BatchError), clock.stopped():
+        now[0] += 50.0
+        raise BatchError("as of an evaluation")
+    assert clock.take() == (2.0, 1.0)
 
 
 def test_figures_of_steps(pipe, monkeypatch):

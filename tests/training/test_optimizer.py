@@ -484,6 +484,43 @@ def test_communication_within_an_update():
         torch.distributed.destroy_process_group()
 
 
+class Sums(Base):
+    """Makes its state in the constructor, as torch's Adagrad does, and goes on without it if it has none."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, 10.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                squares = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad.square())
+                p.sub_(group["lr"] * p.grad / (squares.sqrt() + 1e-8))
+
+
+@pytest.mark.parametrize("biases", [[], [{"params": ["*.bias"], "class": torch.optim.SGD, "lr": 0.5}]])
+def test_state_that_a_constructor_makes(biases):
+    model = Squares()
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model)
+    ours = pipe.optimizer(Sums, groups=biases)
+    names = [name for name, _ in plain.named_parameters() if not (biases and name.endswith("bias"))]
+    theirs = [Sums([plain.get_parameter(name) for name in names])]
+    if biases:
+        theirs.append(torch.optim.SGD([layer.bias for layer in plain.layers], lr=0.5))
+    for seed in range(2):
+        pipe.step(batch(seed))
+        plain(**batch(seed)).backward()
+        for optimizer in [ours, *theirs]:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter)
+
+
 @pytest.mark.parametrize("given", [lambda parameters: list(parameters), None, "AdamW", nn.Linear])
 def test_what_is_no_optimizer(given):
     pipe = pipeline(Squares())

@@ -216,6 +216,13 @@ def test_more_replicas_than_rows():
     assert sorted(names) == ["a[0:1]", "a[1:2]", "none"]
 
 
+def test_a_bucket_of_empty_tensors_behind_buckets_that_owners_share_alike():
+    layouts = {"none": TensorLayout((0, 4), (4, 1), "torch.float32")}
+    division = divide([ShardName("none")], layouts, 2, {"none"}, [8, 8])
+    assert division.begins == (0, 0, 0)
+    assert [piece.name for own in division.pieces for piece in own] == ["none"]
+
+
 def test_undivided_parameters_are_spread_over_the_replicas():
     """Of each bucket, and over all buckets of a rank; a parameter that two ranks have is divided alike."""
     matrix = TensorLayout((6, 4), (4, 1), "torch.float32")

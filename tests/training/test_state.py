@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArtifactError, RunError
+from fxpipe.errors import ArtifactError, OptionError, RunError
 from fxpipe.training.model.accumulators import accumulators
 from fxpipe.training.model.model_state import ModelState
-from fxpipe.training.model.state_dict import load_state_dict
+from fxpipe.training.model.state_dict import full_state_dict, load_state_dict
 from fxpipe.training.weights.tensor_values import InMemory
 
 
@@ -91,6 +91,14 @@ def test_states_that_are_refused(state, message):
     with pytest.raises(ArtifactError, match=message):
         pipe.load_state_dict(state)
     assert all(torch.equal(t, before[name]) for name, t in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize("rank", [2, -1, "0"])
+def test_a_rank_that_is_none(rank):
+    """It would get the whole model, and all others an empty dict."""
+    process = types.SimpleNamespace(world_size=2, world_rank=0)
+    with pytest.raises(OptionError, match="must be a process from 0 to 1, or None"):
+        full_state_dict(types.SimpleNamespace(process=process, gathered=lambda: ()), rank)
 
 
 def test_not_strictly():

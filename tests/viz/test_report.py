@@ -303,6 +303,28 @@ def test_a_step_of_another_order_is_left_out(pipe, tmp_path):
         assert measured_step(pipe.plan, tmp_path) is None
 
 
+def test_a_measured_step_has_the_ops_that_compute_nothing(tmp_path):
+    """No gradient leaves the first stage, and the last one has no parameter: no B0, and no W1."""
+    pipe = fxpipe.compile(
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        (torch.ones(2, 8),),
+        loss_fn=lambda out, batch: out.pow(2).mean(),
+        **{"ranks": 2, "microbatches": 2, "schedule": "zb-h1", "split_points": ["1"]},
+    )
+    runtimes = pipe.run_local((torch.ones(4, 8),)).runtimes
+    for rank, rt in enumerate(runtimes):
+        write_spans(tmp_path, rank, rt.record.spans)
+    measured = measured_step(pipe.plan, tmp_path)
+    assert [[span.op for span in row] for row in measured] == [
+        [span.op for span in row] for row in pipe.simulate().spans
+    ]
+    empty = [span for row in measured for span in row if str(span.op)[:2] in ("B0", "W1")]
+    assert len(empty) == 4
+    assert all(span.start == span.end for span in empty)
+    found = report_data(pipe.plan, pipe.artifact.programs, None, measured)["differences"]
+    assert {(row["stage"], row["kind"]) for row in found} == {(0, "F"), (0, "W"), (1, "F"), (1, "B")}
+
+
 # The page
 
 

@@ -81,6 +81,7 @@ class FileData:
             )
 
     def batch(self, step: int) -> dict[str, object]:
+        # The rows of a step are those of all replicas, one behind the other.
         start = (step % (self.once or 1) * self._replicas + self._replica) * self._rows
         rows = {name: s[start : start + self._rows] for name, s in self._slices.items() if s.get_shape()}
         return {**rows, **self._whole, **self._fixed}
@@ -111,7 +112,7 @@ class LoaderData:
         self._batches: Iterator[object] | None = None
 
     def batch(self, step: int) -> object:
-        if self.state and self._batches is None:
+        if self.state and self._batches is None:  # what a checkpoint has given it says where it goes on
             self._next = step
         while self._next < step:
             self._take()

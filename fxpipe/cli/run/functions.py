@@ -33,7 +33,7 @@ def called(
     if module.endswith(".py"):
         as_module = os.path.normpath(module.removesuffix(".py")).replace(os.sep, ".").strip(".")
         raise error(f"{shown(where)} names a file: write the module, {as_module}:{name}.")
-    if os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path:  # as ``python -m`` puts it there, and the command fxpipe does not
         sys.path.insert(0, os.getcwd())
     try:
         imported = import_module(module)

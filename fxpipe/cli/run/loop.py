@@ -137,7 +137,7 @@ def train(pipe: Pipeline, data: Data, settings: LoopSettings, evaluated: Data | 
         at_end = begun < steps and (settings.every is None or steps % settings.every != 0)
         if checkpoints is not None and at_end:
             checkpoints.save()
-    if settings.record is not None and pipe.replica == 0:
+    if settings.record is not None and pipe.replica == 0 and begun < steps:
         write_spans(settings.record, pipe.runtime.rank, pipe.runtime.record.spans)
     if settings.save is not None:
         pipe.save(settings.save)
@@ -179,6 +179,7 @@ def _begin_figures(
     """The known figures, the norm, and the figures of the last steps with the largest bubble of all ranks;
     given by a function that waits for the others."""
     figures = {name: figure for name, figure in pipe.figures().items() if name not in ("step", "norm")}
+    # Its bits travel as a word: ``begin_gather`` takes whole numbers.
     idle = torch.tensor([figures.get("bubble", 0.0)], dtype=torch.float64)
     process = pipe.process
     gathered = (

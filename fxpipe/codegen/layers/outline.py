@@ -8,7 +8,7 @@ of the stage or ops before the run computed, differ from period to period.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -141,7 +141,7 @@ class Analysis:
 
     def _times(self, run: Run) -> int:
         """The periods that can be written as calls of one function."""
-        while run.times > 1:
+        while run.times > 1:  # the first periods alone, as long as the last of them is unlike the others
             outlined = self._repeated(run)
             if isinstance(outlined, Repeated):
                 return run.times if outlined.saved >= FEWEST else 0
@@ -192,21 +192,19 @@ class Analysis:
         places = [self._place(run, node) for node in nodes]
         period, result = places[1]
         if period == 1 or places[0][0] == 0:
-            alike = _until(k for k, (giver, where) in enumerate(places) if (giver - k, where) != (0, result))
-            return alike
+            return next((k for k, (giver, at) in enumerate(places) if (giver - k, at) != (0, result)), None)
         if any(map(is_unpacked, nodes)):
             return 0  # the variables of its items are those of the line that computes it
         if all(node is nodes[0] for node in nodes):
             return Slot(Source.SHARED, nodes)
         if period == 0:
-            alike = _until(
-                k for k, (giver, where) in enumerate(places) if k and (giver - k, where) != (-1, result)
-            )
+            later = list(enumerate(places))[1:]
+            alike = next((k for k, (giver, at) in later if (giver - k, at) != (-1, result)), None)
             return Slot(Source.CARRIED, nodes, result) if alike is None else alike
         kinds = [
             self._kind(node) if giver == -2 else None for node, (giver, _) in zip(nodes, places, strict=True)
         ]
-        alike = _until(k for k, kind in enumerate(kinds) if kind is None or kind != kinds[0])
+        alike = next((k for k, kind in enumerate(kinds) if kind is None or kind != kinds[0]), None)
         if alike is not None:
             return alike or next(k for k, node in enumerate(nodes) if node is not nodes[0])
         if isinstance(kinds[0], Kind):
@@ -256,7 +254,3 @@ def _advance(rows: Sequence[Sequence[int]]) -> bool:
         return False
     steps = Counter(b - a for row, other in pairwise(rows) for a, b in zip(row, other, strict=True))
     return steps.total() - max(steps.values()) <= len(rows[0])
-
-
-def _until(unlike: Iterator[int]) -> int | None:
-    return next(unlike, None)

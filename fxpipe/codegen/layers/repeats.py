@@ -80,6 +80,7 @@ def _candidates(tokens: _Tokens, begin: int, end: int) -> list[Run]:
     """Runs of equal tokens: first those that save most, of those the shortest periods."""
     runs = []
     for period in range(2, (end - begin) // 2 + 1):
+        # A stretch of n nodes that are as those a period later is a run of n // period + 1 periods.
         same = tokens[begin : end - period] == tokens[begin + period : end]
         edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
         for start, stop in edges.reshape(-1, 2):
@@ -99,6 +100,7 @@ def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) ->
     while alike + run.period < end and tokens[alike] == tokens[alike + run.period]:
         alike += 1
     origins = [node.meta["origin"] for node in nodes[run.begin : alike + run.period]]
+    # One level below the modules around all of a period: there its layers have other names.
     depth = 1 + min(modules_around(*pair) for pair in pairwise(origins[: run.period + 1]))
     modules = [tuple(origin.path.split(".")[:depth]) for origin in origins]
     rotated = []

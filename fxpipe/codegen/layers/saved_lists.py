@@ -72,6 +72,7 @@ def layout(
             for period, node in enumerate(slot.nodes):
                 if slot.source is Source.LISTED and slot.container == container:
                     alone = taker.has_alone(slot, period, givers.get(node.name))
+                    # What something else uses as well counts twice: its record is not popped by one taker.
                     takes[node.name] += [(number, period)] * (1 if alone else 2)
     stacks: list[Stack] = []
     for run in runs:
@@ -89,6 +90,7 @@ def _relation(takes: list[list[tuple[int, int]]]) -> object:
     pairs = [(k, *each[0]) for k, each in enumerate(takes) if len(each) == 1]
     if not pairs or any(len(each) > 1 for each in takes) or len({taker for _, taker, _ in pairs}) > 1:
         return None
+    # The taker runs through the periods as the giver does (-1), or from the last one on, as a backward (1).
     for sign in (-1, 1):
         if len({period + sign * k for k, _, period in pairs}) == 1:
             return pairs[0][1], sign, pairs[0][2] + sign * pairs[0][0]

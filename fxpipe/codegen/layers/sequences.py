@@ -54,6 +54,7 @@ def _advancing(values: Values) -> _Advancing | None:
     if len({len(split) for split in parts}) > 1:
         return None
     unlike = [k for k, column in enumerate(zip(*parts, strict=True)) if len(set(column)) > 1]
+    # The numbers are at the odd places of a split; one with zeros before it is not what an f-string writes.
     if len(unlike) != 1 or not unlike[0] % 2 or any(s[unlike[0]] != str(int(s[unlike[0]])) for s in parts):
         return None
     numbers = _evenly([int(split[unlike[0]]) for split in parts])

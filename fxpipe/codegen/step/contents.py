@@ -94,12 +94,12 @@ def _arrow(plan: RankPlan, source: Color, target: Color) -> str:
 
 def _sum(plan: RankPlan, instruction: ins.AllReduceGradient) -> _Row:
     others = [str(rank) for rank in instruction.ranks if rank != plan.rank]
+    gradient = Value(Kind.GRADIENT, instruction.name)
     size = next(  # of a rank that adds to it, which this one need not
         node_bytes(node)
         for section in plan.sections
-        if Value(Kind.GRADIENT, instruction.name) in section.inputs
         for node, value in zip(section.graph.find_nodes(op="placeholder"), section.inputs, strict=True)
-        if value == Value(Kind.GRADIENT, instruction.name)
+        if value == gradient
     )
     with_ranks = f"with {'rank' if len(others) == 1 else 'ranks'} {', '.join(others)}"
     return "all-reduce", with_ranks, f"the gradient of {instruction.name}", bytes_text(size)
@@ -133,8 +133,7 @@ def _buckets(plan: RankPlan) -> Iterator[_Row]:
 
 
 def _size(plan: RankPlan, name: str) -> str:
-    tensor = plan.tensors[name]
-    return bytes_text(tensor.numel() * tensor.element_size())
+    return bytes_text(plan.tensors[name].nbytes)
 
 
 def _table(rows: Iterable[Sequence[str]]) -> list[str]:

@@ -94,7 +94,7 @@ def lifetimes(orders: Iterable[tuple[OpFunction, ...]]) -> Lifetimes:
         for name, places in readers.items():
             for place in places:
                 ends[place].add(place == places[-1])
-                if len(ends[place]) == 2:
+                if len(ends[place]) == 2:  # the last reader of some microbatches alone
                     shared[name] = len(places)
     return Lifetimes(
         frozenset(key for key, alone in local.items() if alone),

@@ -177,7 +177,7 @@ def _in_dicts(functions: Iterable[OpFunction], lives: Lifetimes) -> list[str]:
 
 
 def _rows(names: Sequence[str], width: int) -> list[list[str]]:
-    """The names in rows that are at most so wide, with six characters beside each name."""
+    """The names in rows that are at most so wide, with six characters beside each: ``, `` and ``, {}``."""
     rows: list[list[str]] = []
     for name in names:
         if not rows or sum(len(other) + 6 for other in (*rows[-1], name)) > width:
@@ -196,7 +196,7 @@ def step_calls(plan: StepPlan) -> StepCalls:
         body = tuple(line for a in (*before, action, *after) for line in a.lines)
         functions[action] = OpFunction(action.name, action.doc, action.parameters, body)
     lines: list[list[Done]] = []
-    begin = 0
+    begin = 0  # of what stands before the op: the functions of two ops do the rest themselves
     for slot in slots:
         before, after = regular[slot.op.action]
         lines.append([*slot.before[begin : len(slot.before) - len(before)], slot.op])

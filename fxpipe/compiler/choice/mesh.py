@@ -243,13 +243,12 @@ class _Search:
             p.nbytes + (name in trained) * p.numel() * gradient_dtype(p.dtype, options.grad_dtype).itemsize
             for name, p in ((name, local(p)) for name, p in self.request.model.named_parameters())
         )
-        least = whole / options.mesh.ranks
-        if options.mesh.divides_parameters and options.parts == "auto":
-            least /= (
-                options.mesh.replicas * self.step.captured.lanes.number
-            )  # of as many parts as it takes two may be small
-        elif options.mesh.divides_parameters:
-            least *= min(1.0, 2 * options.mesh.ranks / max(tried.placements))
+        mesh, least = options.mesh, whole / options.mesh.ranks
+        if mesh.divides_parameters and options.parts == AUTO:
+            # Of as many parts of a stage as it takes, the two that are gathered at once may be small.
+            least /= mesh.replicas * self.step.captured.lanes.number
+        elif mesh.divides_parameters:
+            least *= min(1.0, 2 * mesh.ranks / max(tried.placements))
         if least > options.memory_limit:
             raise LimitError("Parameters and gradients alone need more than the memory limit.", least)
 

@@ -98,11 +98,10 @@ class Collected:
             )
         if self.is_list:
             self.listed.setdefault(name, {})[microbatch] = value.clone(memory_format=torch.contiguous_format)
-            self._times[name] += 1
-            return
-        if name not in self.values:
-            self.values[name] = value.new_empty((microbatches, *value.shape))
-        self.values[name][microbatch].copy_(value)
+        else:
+            if name not in self.values:
+                self.values[name] = value.new_empty((microbatches, *value.shape))
+            self.values[name][microbatch].copy_(value)
         self._times[name] += 1
 
     def forget(self) -> None:

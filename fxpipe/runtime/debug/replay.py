@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from fxpipe.runtime.torch_private import pytree
 from fxpipe.strict import MEBIBYTE, Mismatch, parse_json, read_text, refused, structure
 
 _MOST = 256 * MEBIBYTE
+#: The files of ops, by ``file_of``; others may lie beside them, as copies that a file manager has named.
+_FILE = re.compile(r"([A-Z]+\d+\.\d+)-rank(\d+)\.safetensors")
 AGAIN = "Record the op again, by record= of pipe.step or pipe.run_local."
 
 
@@ -50,11 +53,12 @@ def read_recorded(directory: Path, op: str, rank: int | None) -> tuple[RecordedO
     Raises ArtifactError if it was not recorded, or if its file is damaged.
     """
     names = sorted(path.name for path in directory.glob("*-rank*.safetensors"))
-    ranks = [int(n[len(op) + 5 : -12]) for n in names if n.startswith(f"{op}-rank")]
+    files = [match.groups() for match in map(_FILE.fullmatch, names) if match]
+    ranks = [int(number) for name, number in files if name == op]
     if rank is None and len(ranks) > 1:
         raise ArtifactError(f"The ranks {ranks} have recorded {op}: name one, --rank {ranks[0]}.")
     if not ranks or rank not in (None, *ranks):
-        ops = dict.fromkeys(name.rpartition("-rank")[0] for name in names)
+        ops = dict.fromkeys(name for name, _ in files)
         of = f" of rank {rank}" if ranks else ""
         known = f" It has {', '.join(ops)}." if ops else ""
         how = known or f" Record it: pipe.step(batch, record={{{op!r}: {str(directory)!r}}})."

@@ -116,10 +116,12 @@ def _lead(store: Store, ranks: int, timeout: timedelta, version: str, when_joine
             word = store.get(f"word/{rank}").decode() if store.check([f"word/{rank}"]) else ""
             theirs = word.partition(" ")[2]
             if word and word not in answered:
+                # An older fxpipe writes words without versions, and takes the whole answer for the name.
                 store.set(f"answer/{word}", f"{attempt} {version}" if theirs else attempt)
                 answered.add(word)
             if word and theirs != version:
                 problem = problem or _other_version(rank, theirs, version)
+                # Those that join until then raise the error, too; the rest would wait for their time limit.
                 end = min(end, time.monotonic() + LAST)
                 missing.remove(rank)
             elif store.check([f"{attempt}/joined/{rank}"]):
@@ -134,6 +136,7 @@ def _lead(store: Store, ranks: int, timeout: timedelta, version: str, when_joine
         time.sleep(POLL if missing else 0.0)
     if not problem:
         when_joined()
+    # The others wait for this word alone: what ``when_joined`` deletes they cannot have written yet.
     store.set(f"{attempt}/begun", problem)
     if problem:
         raise RunError(problem)

@@ -90,7 +90,7 @@ def choose(places: Sequence[RankPlace], of_group: str | None = None) -> Choice:
     first, second = shared
     place = places[first]
     which = f"Ranks {first} and {second} share one {place.name} of {place.host}"
-    if place.visible >= place.processes > 1:
+    if place.visible >= place.processes > 1:  # there is one for each, so the script shares it by mistake
         raise RunError(
             f"{which}, which shows {place.visible} to each process. Put the model of each rank on a device "
             f"of its own: model.to(f\"{kind}:{{os.environ['LOCAL_RANK']}}\")."

@@ -30,11 +30,15 @@ def different_calls(table: torch.Tensor) -> str | None:
     table: a row ``with_call`` of each rank.
     """
     calls = table[:, :CALL]
-    if torch.equal(calls, calls[:1].expand_as(calls)):
+    # By words, not by texts: where the cut is within a character, texts of different words may be the same.
+    rank = next((rank for rank, call in enumerate(calls) if not torch.equal(call, calls[0])), None)
+    if rank is None:
         return None
-    texts = [row.contiguous().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in calls]
-    rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
     return (
-        f"Rank {rank} calls {texts[rank]}, and rank 0 calls {texts[0]}. All ranks must make the same calls "
-        "in the same order: put none of them under a condition that differs between ranks."
+        f"Rank {rank} calls {_text(calls[rank])}, and rank 0 calls {_text(calls[0])}. All ranks must make "
+        "the same calls in the same order: put none of them under a condition that differs between ranks."
     )
+
+
+def _text(call: torch.Tensor) -> str:
+    return call.contiguous().numpy().tobytes().rstrip(b"\0").decode(errors="replace")

@@ -76,6 +76,7 @@ class Collectives(Numbering):
                     dist.recv(received, 0, self.control)
             return received.numpy().tobytes()
         first = b""
+        # One after the other, each waited for: this rank holds one part of those that it makes meanwhile.
         for rank, part in enumerate(parts):
             if rank == 0:
                 first = part

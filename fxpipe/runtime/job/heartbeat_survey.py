@@ -31,7 +31,8 @@ def shared_survey(failures: Failures, reason: str, show: Callable[[], None] | No
         # The rank that began it is gone, or another one takes its place.
         owner = store.compare_set(slot, current, key).decode()
         if owner != key:
-            return _received(failures, owner, show) or failures.survey(show)
+            survey = _received(failures, owner, show)
+            return failures.survey(show) if survey is None else survey
     result = failures.survey(show)
     store.set(key, json.dumps([astuple(heartbeat) for heartbeat in result]))
     store.compare_set(slot, key, "")

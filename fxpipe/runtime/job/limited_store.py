@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -91,7 +92,7 @@ class _Caller:
     def call(self, function: Callable[[], T], limit: timedelta) -> T:
         """Raises NoStore unless the answer comes within the limit."""
         answer: Future[T] = Future()
-        with self._changes:
+        with self._changes:  # a call that came behind those that are failed would wait for nothing
             if self._gone:
                 raise NoStore(self._gone)
             self._calls.put((answer, function))
@@ -105,9 +106,11 @@ class _Caller:
         """No call is made any more, and those that wait for their turn fail."""
         with self._changes:
             self._gone = self._gone or why
-            while not self._calls.empty():
-                answer, _ = self._calls.get()
-                answer.set_exception(NoStore(self._gone))
+            # Not ``while not empty(): get()``: the thread takes calls meanwhile, and would let this wait.
+            with suppress(Empty):
+                while True:
+                    answer, _ = self._calls.get_nowait()
+                    answer.set_exception(NoStore(self._gone))
 
 
 def _make_calls(calls: SimpleQueue[tuple[Future[object], Callable[[], object]]]) -> None:

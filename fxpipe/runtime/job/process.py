@@ -179,6 +179,7 @@ class Process(Collectives):
     def for_pipeline(self, model: str) -> Process:
         """The same process for the calls of a new pipeline, which all ranks make."""
         number = next(self._pipelines)
+        # Three tags each: of its steps, and those of ``for_evaluation`` and ``for_assumed``.
         return replace(self, of=f"pipeline {number} ({model})", tag=3 * number)
 
     def for_evaluation(self) -> Process:

@@ -58,6 +58,7 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
             if os.environ.get(WHOLE) or isinstance(error, VerifyError):  # a bug of fxpipe
                 raise
             shorten(error)
+            # Raised anew: its trace begins here, without the frames below.
             raise error.with_traceback(None) from error.__cause__
 
     return called

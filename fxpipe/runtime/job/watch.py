@@ -298,6 +298,7 @@ class Watch:
         if wait is not None and self._numbering is not None:
             awaited = self._numbering.awaited(wait)
             others = [rank for rank in others if rank in awaited]
+        # Lazily: no more are asked than WATCHED that live, and those that ended before them.
         heartbeats = ((rank, seen(rank)) for rank in others)
         living = dict(islice(((rank, h) for rank, h in heartbeats if not h.has_ended), WATCHED))
         return living or {rank: seen(rank) for rank in others[:1]}
@@ -342,7 +343,7 @@ class Watch:
         self._thread.join(GRACE)  # before the last word, which its next beat would overwrite
         with contextlib.suppress(dist.DistError):
             self.failures.show(self._beat + 1, f"{ENDED}, {self.progress()}")
-        self._thread.join(GRACE)
+        self._thread.join(GRACE)  # once more: the store that this word has waited for answers the thread now
         if self.has_failed or self.failures.are_known:
             self._keep_store()
             _failed.append(self)

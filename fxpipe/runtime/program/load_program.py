@@ -80,6 +80,7 @@ def load_program(source: str, filename: str) -> Program:
     Raises ArtifactError if the source is not a program with a ``step``, RunError if its top level fails.
     """
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    # The name of a module that is nowhere imported: ``is_of_program`` tells the program's functions by it.
     namespace: dict[str, Any] = {"__name__": f"{PROGRAM}{abs(hash(filename))}", "__file__": filename}
     try:
         code, program = compiled(source, filename)

@@ -20,6 +20,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import Tier
 from fxpipe.runtime.program.accelerator import current_stream, is_accelerator, pinned_memory, stream
+from fxpipe.runtime.program.comm import on_wire
 
 #: Maximum time of a wait for the disk, by default.
 TIMEOUT = timedelta(minutes=10)
@@ -118,7 +119,7 @@ class Offloader:
 
     def offload(self, values: list[Any], at: int) -> None:
         for k, tensor in enumerate(values):
-            flat = _bytes_of(tensor)
+            flat = on_wire(tensor)
             ticket = self.store.write(flat, at)
             values[k] = _Item(tensor, tensor.shape, tensor.stride(), tensor.dtype, at, ticket)
             at += aligned(flat.numel())
@@ -132,20 +133,12 @@ class Offloader:
         for item in values:
             tensor = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device=self._device)
             item.tensor = tensor
-            item.ticket = self.store.read(_bytes_of(tensor), item.at, item.ticket)
+            item.ticket = self.store.read(on_wire(tensor), item.at, item.ticket)
 
     def wait_reload(self, values: list[Any]) -> None:
         for k, item in enumerate(values):
             self.store.wait(item.ticket)
             values[k] = item.tensor
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor as a flat tensor of bytes."""
-    size = tensor.numel() * tensor.element_size()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    offset = tensor.storage_offset() * tensor.element_size()
-    return flat.set_(tensor.untyped_storage(), offset, (size,), (1,))
 
 
 class Disk:
@@ -165,6 +158,7 @@ class Disk:
                 f"A file of {size} bytes for activations cannot be made in {directory}: {error}. Free disk "
                 "space, or name another directory."
             ) from error
+        # One thread each: copies of a direction end in their order, and those of the other one do not wait.
         self._out, self._in = (ThreadPoolExecutor(1, f"fxpipe-{way}") for way in ("offload", "reload"))
 
     def write(self, tensor: torch.Tensor, at: int) -> Future[None]:
@@ -219,7 +213,7 @@ class Host:
         return self._copy(self._out, self._place(tensor, at), tensor)
 
     def read(self, tensor: torch.Tensor, at: int, written: torch.Event) -> torch.Event:
-        self._in.wait_event(written)
+        self._in.wait_event(written)  # of the other stream, which runs beside this one
         return self._copy(self._in, tensor, self._place(tensor, at))
 
     def wait(self, ticket: torch.Event) -> None:

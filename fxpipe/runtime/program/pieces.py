@@ -43,6 +43,7 @@ def compiled_in_pieces(
     placeholders, output = traced.graph.find_nodes(op="placeholder"), traced.graph.output_node()
     values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     later, pieces = {*output.all_input_nodes}, list[_Piece]()
+    # From the last: what later pieces read is known then, and with it what this one gives, and may free.
     for nodes in reversed([*_cut(traced.graph)]):
         reads = tuple(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in nodes))
         gives = tuple(n for n in nodes if n in later)

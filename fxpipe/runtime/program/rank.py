@@ -105,6 +105,7 @@ class Runtime(BucketVerbs):
             for bucket in gathers:
                 self.gather_parameters(bucket)
             yield
+        # Not before: a loss that is computed again would have been shared already.
         if self._knows_loss or self.rank != self.spec.loss_rank:
             self._share_loss()
 
@@ -292,7 +293,7 @@ class Runtime(BucketVerbs):
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """Add the loss of one microbatch; with ``count`` if it is a sum over that many."""
         self.losses.add(loss, count)
-        if self._ahead is None and self._knows_loss:
+        if self._ahead is None and self._knows_loss:  # else ``warm_up`` does, once the update stands
             self._share_loss()
 
     def add_output(self, name: str, value: torch.Tensor, microbatch: int) -> None:
@@ -309,6 +310,7 @@ class Runtime(BucketVerbs):
         first = ranks[0]
         if self.rank != first:
             self.send(grad, layout, first)
+            # The sum proves that this rank's part has arrived, whose memory it overwrites.
             grad.copy_(self.wait(self.receive(layout, first)))
             return
         for rank in ranks[1:]:
@@ -318,7 +320,7 @@ class Runtime(BucketVerbs):
 
     def divide_gradients_by_count(self) -> None:
         """Turn gradients of a sum into those of the mean, for losses given as (sum, count)."""
-        _, count = self._total()
+        _, count = self.total
         self._flush()  # gradients of tied parameters may still be on their way to other ranks
         summed = (each.summed for each in self.buckets if each.summed is not None)
         for grad in self.grads.values() if self.replicas is None else summed:
@@ -332,7 +334,7 @@ class Runtime(BucketVerbs):
     def finish(self) -> torch.Tensor | None:
         """End the step when all messages are sent; return the loss of the batch, if there is one, on every
         rank."""
-        total, count = self._total()
+        total, count = self.total
         self._flush()
         self.record.end()
         self.step_number += 1
@@ -340,11 +342,6 @@ class Runtime(BucketVerbs):
             return None
         dtype = dtype_of(self.spec.loss_dtype)
         return (torch.tensor(total, dtype=torch.float64) / count).to(dtype)
-
-    @property
-    def total(self) -> tuple[float, float]:
-        """The sum of the losses of the last step and its divisor, on every rank."""
-        return self._total()
 
     @property
     def _offloading(self) -> Offloader:
@@ -384,8 +381,9 @@ class Runtime(BucketVerbs):
         """Start to give all ranks the total of the losses, which the rank that has it passes."""
         self._sharing = self.comm.share_numbers(total, self.spec.loss_rank)
 
-    def _total(self) -> tuple[float, float]:
-        """The sum of the losses and its divisor, on every rank."""
+    @property
+    def total(self) -> tuple[float, float]:
+        """The sum of the losses of the step and its divisor, on every rank; waits for what gives them."""
         if self._shared is None:
             with self._waits_for(self._loss_of):
                 self._share_loss()

@@ -140,7 +140,7 @@ class Bucket:
         Without accumulators between steps, only the sum keeps them from now on.
         """
         number = self.division.replicas
-        lane, replica = divmod(self.owner, number)
+        lane, replica = divmod(self.owner, number)  # owners are in turns all replicas of each lane
         first, *rest = self.division.begins[lane * number :][: number + 1]
         begins = [0, *(begin - first for begin in rest)]
         part = self.whole[first : first + begins[-1]] if self.of_lane is None else self.of_lane

@@ -41,6 +41,7 @@ def varlen_attention(
     if _is_flash(query):
         kernel = _kernels()._varlen_attn
         ends, last = _trimmed(boundaries_q, boundaries_k)
+        # Whether it is causal, the scale, the window, and whether heads of queries share those of keys.
         options = left < 0 and right == 0, scale, [left, right], query.shape[1] != key.shape[1]
         result, sums, _ = kernel(query, key, value, *ends, max_q, max_k, *options)
         result[last[0] :].zero_()

@@ -114,7 +114,7 @@ class DistributedLanes:
         return self._tensors(received, tensor)
 
     def begin_exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self._begin(*self._exchanged(parts), parts[self.index])
+        return self._begin(*self._exchanged(parts), parts[self.index])  # ``_exchanged`` sends a copy
 
     def begin_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         # A copy: an op may write over the tensor while it is sent.

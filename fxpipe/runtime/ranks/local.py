@@ -14,7 +14,15 @@ import torch
 
 from fxpipe.errors import DeadlockError, RunError
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.runtime.program.comm import Collective, Layout, Numbers, Pending, gets_values, in_memory_order
+from fxpipe.runtime.program.comm import (
+    Collective,
+    Layout,
+    Numbers,
+    Pending,
+    gets_values,
+    in_memory_order,
+    new_buffer,
+)
 from fxpipe.runtime.torch_private import no_modes
 
 
@@ -91,9 +99,8 @@ class LocalWorld:
 
 
 def _expected(layout: Layout) -> torch.Tensor:
-    shape, stride, dtype = layout
-    with no_modes():
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    with no_modes():  # a measurement of memory would count it
+        return new_buffer(layout, torch.device("meta"))
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

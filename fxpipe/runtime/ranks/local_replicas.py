@@ -10,7 +10,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.lanes import LaneGroup
 from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
 from fxpipe.runtime.ranks.local import FlatMessage, Joint, LocalWorld, layout_of, text_of
-from fxpipe.runtime.torch_private import no_modes
+from fxpipe.runtime.torch_private import no_modes, storage_number
 
 
 class LocalReplicas:
@@ -36,7 +36,7 @@ class LocalReplicas:
 
         def reduced() -> None:
             buckets = self._taken(joint, bucket)
-            adds = into.untyped_storage().data_ptr() != bucket.untyped_storage().data_ptr()
+            adds = storage_number(into) != storage_number(bucket)
             for index in range(self.number) if into is bucket else [self.index]:
 
                 def exchange(slices: torch.Tensor, *_: object) -> None:

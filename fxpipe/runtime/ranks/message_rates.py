@@ -44,6 +44,7 @@ def message_rates(process: Process, device: torch.device) -> MessageRates:
         rates = rates.new_tensor([small, max(large - small, 1e-9), pair.posting()])
     lasting(dist.all_reduce(rates, dist.ReduceOp.MAX, process.control, async_op=True), process.control).wait()
     latency, further, posting = rates.tolist()
+    # Of float32, 4 bytes an element; the difference leaves out what each message takes, whatever its size.
     return MessageRates(latency, 4 * (LARGE - SMALL) / further, posting)
 
 

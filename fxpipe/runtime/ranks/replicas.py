@@ -79,6 +79,7 @@ class DistributedReplicas:
         return work
 
     def _reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, mean: bool) -> None:
+        # ``into`` is one of three, as ``Replicas.reduce`` says: the bucket, a view of it, or other memory.
         whole = bucket.to(self.wire)
         shares, adds = into is bucket, storage_number(into) != storage_number(bucket)
         shard = shard_of(whole, begins, self.index)
@@ -135,6 +136,7 @@ class DistributedShards:
         is_bucket = len(tensors) == 1 and tensors[0].device == replicas.wire
         bucket = tensors[0] if is_bucket else in_bucket(tensors).to(replicas.wire)
         flat = in_memory_order(bucket).view(-1)
+        # Owners are numbered lane by lane: the replicas complete their lane's part, then lanes swap parts.
         first = 0 if lanes is None else lanes.index * replicas.number
         of_lane = begins[first : first + replicas.number + 1]
         replicas.share(flat[of_lane[0] : of_lane[-1]], [begin - of_lane[0] for begin in of_lane])

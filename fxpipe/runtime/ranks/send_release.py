@@ -36,10 +36,13 @@ def releases(ranks: Sequence[Sequence[Event]]) -> list[list[list[int]]]:
     """The releases of each rank.  What no wait proves to be taken is kept until the end of the step."""
     givers, takers = _partners(ranks)
     times_given: Counter[Key] = Counter()
+    # What the arrival of a tensor proves: the clocks of those that gave it, when they did.
     proof: defaultdict[Key, list[int]] = defaultdict(lambda: [0] * len(ranks))
     clocks = [[0] * len(ranks) for _ in ranks]  # per rank the number of waits of each that are over
+    # Per rank, by the number of a kept message: the waits (rank, number) that take it.
     open_sends: list[dict[int, list[tuple[int, int]]]] = [{} for _ in ranks]
     numbers, at, released = [0] * len(ranks), [0] * len(ranks), [list[list[int]]() for _ in ranks]
+    # Each rank runs as far as it can in turn: the clocks of its waits are the same in every order.
     moves = True
     while moves:
         moves = False

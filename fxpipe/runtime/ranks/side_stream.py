@@ -33,7 +33,7 @@ class OnStream:
         self._device, self._stream = device, stream(device)
 
     def run(self, function: Callable[[], None]) -> Begun:
-        ready = current_stream(self._device).record_event()
+        ready = current_stream(self._device).record_event()  # what the ops before have computed
         with self._stream:
             self._stream.wait_event(ready)
             function()

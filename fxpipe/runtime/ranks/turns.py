@@ -58,7 +58,7 @@ class _Turns:
             ready = [r for r in running if r not in self._waits or self._waits[r].is_over()]
             if not ready:
                 raise DeadlockError("All ranks wait:\n" + "\n".join(map(self._waiting, running)))
-            for rank in ready:
+            for rank in ready:  # one order in each run: what depends on it has the same bits
                 self._waits.pop(rank, None)
                 self._turn(rank, self.stacks[rank].switch)
 

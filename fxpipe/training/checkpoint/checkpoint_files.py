@@ -105,7 +105,7 @@ def _values(value: object) -> list[object]:
 
 
 def _check_kinds(expected: Mapping[str, TensorKind], tensors: Mapping[str, Stored[InFile]]) -> None:
-    """The tensors in the files must be those of state.json."""
+    """The tensors in the files must be those of state.json, in which earlier versions list none."""
     for name in sorted(expected.keys() | tensors.keys()) if expected else ():
         there = TensorKind.of(tensors[name]) if name in tensors else None
         wanted = expected.get(name)

@@ -55,16 +55,14 @@ def newest(directory: Path) -> Path | None:
     return next(reversed(checkpoints(directory).values()), None)
 
 
-def begin(directory: Path, step: int) -> Path:
+def begin(directory: Path, step: int) -> None:
     """Make the directory of a new checkpoint, under its hidden name.
 
     Removes all that earlier runs left unfinished, as the disk may be full of it.
     """
     for path in directory.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-    draft = draft_of(directory, step)
-    draft.mkdir()
-    return draft
+    draft_of(directory, step).mkdir()
 
 
 def discard(directory: Path, step: int) -> None:
@@ -72,7 +70,7 @@ def discard(directory: Path, step: int) -> None:
     shutil.rmtree(draft_of(directory, step), ignore_errors=True)
 
 
-def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) -> Path:
+def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) -> None:
     """Add state and checksums to the files that ranks have written and synchronized; give it its name."""
     draft, path = draft_of(directory, step), path_of(directory, step)
     _write(draft / STATE, state)
@@ -85,7 +83,6 @@ def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) ->
     draft.rename(path)
     synchronize(directory)
     shutil.rmtree(hidden, ignore_errors=True)
-    return path
 
 
 class Lock:

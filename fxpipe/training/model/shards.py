@@ -57,7 +57,8 @@ def divide(
     rows = {name: sizes[name] // numbers[name] for name in names if sizes[name]}  # elements of a row
     total = sum(sizes.values())
     even = (sum(owned) + total) / number
-    lacks = [max(0.0, even - own) for own in owned] if any(owned) else [1.0] * number
+    # Behind equal shares no owner lacks anything of a bucket of empty tensors, and the sum would be zero.
+    lacks = [max(0.0, even - own) for own in owned] if any(owned) and total else [1.0] * number
     begins = [0]
     for owner in range(1, number):
         begin, target = 0, int(total * sum(lacks[:owner]) / sum(lacks))

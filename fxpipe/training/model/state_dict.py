@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fxpipe.errors import ArtifactError, RunError
+from fxpipe.errors import ArtifactError, OptionError, RunError
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.attribute_state import kept_slots, kept_tensors
 from fxpipe.plan.dtensors import local
@@ -42,6 +42,9 @@ def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
 
 def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tensor]:
     """See ``Pipeline.full_state_dict``."""
+    if state.process is not None and rank is not None and rank not in range(state.process.world_size):
+        last = state.process.world_size - 1
+        raise OptionError(f"rank is {rank!r} and must be a process from 0 to {last}, or None for all.")
     wanted = state.process is None or rank in (None, state.process.world_rank)
     values: dict[str, torch.Tensor] = {}
     for name, lane, value in state.gathered():

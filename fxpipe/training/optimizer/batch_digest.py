@@ -67,7 +67,7 @@ def words(facts: Facts, leaves: Sequence[str], batch: Mapping[str, object]) -> t
     row[: len(known)] = row.new_tensor(known)  # then the factor, whose bits take the word left ABSENT
     row.view(torch.float64)[FACTOR] = facts.changed.factor
     for slot, names in _slots(leaves):
-        if tensors.keys() >= set(names):
+        if tensors.keys() >= set(names):  # with one missing the sum would differ from that of other ranks
             for name in names:
                 row[slot] += digest(tensors[name]).cpu()
     return row

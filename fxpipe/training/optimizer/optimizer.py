@@ -108,9 +108,9 @@ class PipelineOptimizer(Optimizer):
         if replay is not None and replay[0]:
             self._replays = UpdateReplays(*replay, optimizer, self.names, self.masters)
         self._leaves_zeroed_out = True
-        self._made = False
+        self._made, state = False, optimizer.state
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._made = True
+        self._made, self.state = True, state  # torch's constructor sets an empty one
         if script_changes is not None:
             script_changes.known.add(self)
 

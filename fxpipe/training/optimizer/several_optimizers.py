@@ -22,8 +22,11 @@ class SeveralOptimizers(Optimizer):
         """of_groups: each of them as often as it has groups, in their order."""
         self.of_groups = [*of_groups]
         self.optimizers = [*dict.fromkeys(of_groups)]
+        states: dict[Any, object] = defaultdict(dict)
+        for optimizer in self.optimizers:
+            states |= optimizer.state  # as their constructors may make it, and torch's here sets an empty one
         super().__init__(self._groups(), {})
-        self.param_groups = self._groups()
+        self.state, self.param_groups = states, self._groups()
 
     def _groups(self) -> list[dict[str, object]]:
         """The groups that the optimizers have now."""

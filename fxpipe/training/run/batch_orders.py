@@ -82,7 +82,7 @@ class BatchOrders:
         return self._programs[key]
 
     def _key(self, replicas: Batch) -> Key | None:
-        """None of a batch whose microbatches are as the example."""
+        """What the order of a batch depends on; None of one whose microbatches are as the example."""
         spec = self.artifact.plan.step
         numbers = {len(lengths) for lengths, _ in replicas}
         if spec.has_total and len(numbers) > 1:
@@ -112,7 +112,7 @@ class BatchOrders:
 
         def size(lengths: Lengths, share: int) -> tuple[int, int, int]:
             key = (*lengths.values(),)
-            if key not in sizes:
+            if key not in sizes:  # those of a batch repeat, and the shapes of all leaves take long
                 shapes = [leaf.shape for leaf in plan.step.batch_at(lengths).leaves]
                 sizes[key] = sum(prod(shape) for shape in shapes if shape)
             return -sizes[key], -share, -max(key)
@@ -130,26 +130,23 @@ class BatchOrders:
 
     def _step(self, key: Key) -> OrderedStep:
         """The step of this process, or those of all ranks."""
-        if self.process is not None and not self.process.leads:
-            return _received(self.process.scatter(None))
+        process = self.process
+        if process is not None and not process.leads:
+            return _received(process.scatter(None))
         try:
             step = self._written(key)
         except FxpipeError as error:
-            if self.process is not None:
-                self._send([_packed({"error": str(error)})] * self.process.world_size)
+            if process is not None:
+                process.scatter([_packed({"error": str(error)})] * process.world_size)
             raise BatchError(f"{NO_ORDER}: {error}") from error
-        if self.process is None:
+        if process is None:
             return step
         says = {"texts": (), "ops": (), "bubble": step.bubble}
         if not step.texts:
-            return _received(self._send([_packed(says)] * self.process.world_size))
+            return _received(process.scatter([_packed(says)] * process.world_size))
         pairs = zip(step.texts, step.ops, strict=True)
         parts = [_packed(says | {"texts": (text,), "ops": (ops,)}) for text, ops in pairs]
-        return _received(self._send(self.process.of_each(parts)))
-
-    def _send(self, parts: Sequence[bytes]) -> bytes:
-        assert self.process is not None
-        return self.process.scatter(parts)
+        return _received(process.scatter(process.of_each(parts)))
 
     def _written(self, key: Key) -> OrderedStep:
         write, number = self.artifact.write_step, self.artifact.plan.step.microbatches

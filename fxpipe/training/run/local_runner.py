@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from fxpipe.errors import BatchError, RunError, at_least_one, number_of, printable
+from fxpipe.errors import BatchError, RunError, at_least_one, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import joined
 from fxpipe.plan.saved import files
@@ -20,7 +20,7 @@ from fxpipe.plan.step import POSITIONS
 from fxpipe.runtime.batch.documents import has_several, shares_of
 from fxpipe.runtime.batch.lengths import are_listed, check_values, lengths_of, of_replicas, or_example
 from fxpipe.runtime.batch.microbatches import batch_leaves
-from fxpipe.runtime.batch.outputs import MOST_SHOWN, Collected, Listed, On, requested, shown
+from fxpipe.runtime.batch.outputs import Collected, Listed, requested
 from fxpipe.runtime.batch.which_programs import are_others, says
 from fxpipe.runtime.debug.finite import Check, Finite
 from fxpipe.runtime.debug.recording import Recording, check_ops
@@ -46,52 +46,11 @@ from fxpipe.training.model.model_state import ModelState
 from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.shards import are_divided
 from fxpipe.training.run.batch_orders import BatchOrders
+from fxpipe.training.run.local_result import NO_LOOKS, LocalResult, Looks
 from fxpipe.training.run.local_shards import divide, gradients
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Looks:
-    """What is to be seen of a step.  ``outputs``: by name; ``outputs_on``: where.  ``check``: of all results.
-    ``record``: ops, with the directories for what they are given."""
-
-    outputs: Sequence[str] = ()
-    outputs_on: On = None
-    check: Check = None
-    record: Mapping[str, Path] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        """Whether anything is to be seen, which a replay has not."""
-        return bool(self.outputs or self.check or self.record)
-
-
-NO_LOOKS = Looks()
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LocalResult:
-    """The result of a step of all ranks in this process.  ``loss``: of the whole batch, 0-d.  ``grads``:
-    parameter name -> gradient of the mean loss.  ``runtimes``: the ranks' runtimes, with their records.
-    ``peak_saved``: per rank the maximum number of bytes held between two ops, if measured.  ``outputs``:
-    those that were asked for, and ``listed``, as in :class:`StepResult`; the loss is None if the model has
-    none."""
-
-    loss: torch.Tensor | None
-    grads: dict[str, torch.Tensor]
-    runtimes: tuple[Runtime, ...]
-    peak_saved: tuple[int, ...]
-    outputs: dict[str, torch.Tensor]
-    listed: Listed = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        elements = sum(grad.numel() for grad in self.grads.values())
-        grads = f"grads of {number_of(len(self.grads), 'parameter')} with {number_of(elements, 'element')}"
-        parts = [grads] if self.grads else []
-        if self.peak_saved:
-            parts.append(f"peak_saved={[*self.peak_saved[:MOST_SHOWN]]}")
-        return f"LocalResult({', '.join([*shown(self.loss, self.outputs, self.listed), *parts])})"
 
 
 @dataclass(eq=False)
@@ -299,7 +258,6 @@ class LocalRunner:
         self, world: LocalWorld, rank: int, replica: int, lane: int, *, divides: bool = False
     ) -> Runtime:
         comm, offloader = LocalComm(world, rank, replica, lane), self._offloader(rank)
-        self.state.check_values(rank)
         state = self.state.of_lane(lane)
         if divides:
             rt = self._runtime_of(rank, comm, {}, offloader, state)

@@ -47,7 +47,8 @@ def _listed_on(
     process: Process,
     device: torch.device | None,
 ) -> Listed:
-    """Their shapes are known where they were computed."""
+    """The values of lists on the ranks that are to have them, whose shapes are known where they were
+    computed."""
     computed = {name: [tuple(x.shape) for x in each] for name, each in listed.items()}
     shapes = [json.loads(each) for each in process.gather_in_replica(json.dumps(computed).encode())]
     moved: Listed = {}

@@ -42,7 +42,7 @@ from fxpipe.training.optimizer.batch_digest import (
 )
 from fxpipe.training.run.batch_orders import Batch, agreed_batch
 from fxpipe.training.run.kept_gradients import KeptGradients
-from fxpipe.training.run.local_runner import Looks
+from fxpipe.training.run.local_result import Looks
 from fxpipe.training.run.moved_outputs import outputs_of
 from fxpipe.training.run.rank_digests import RankDigests
 from fxpipe.training.run.rank_runner import RankRunner
@@ -111,7 +111,7 @@ class Runner(RankRunner):
         rt.expect(self.plan.step, self.of_replicas, self._orders.places(of_replicas))
         spec = rt.spec
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
-        rt.start()
+        rt.start()  # before the watch looks, which would tell of the last step's op
         number = rt.step_number = self.step_number
         with self._watched(rt, program):
             with self._refused_by_all(rt, number):

@@ -93,6 +93,8 @@ def short_batch(spec: StepSpec, batch: object, outputs: Sequence[str]) -> ShortB
 
 
 def _steps(rows: int, size: int, microbatches: int) -> tuple[tuple[list[int], tuple[float, ...]], ...]:
+    """The rows of each step, and the weights of its microbatches.  Each of the last rows stands size /
+    gcd(rest, size) times, the fewest that fill whole microbatches."""
     whole, rest = divmod(rows, size)
     parts = [([*range(m * size, (m + 1) * size)], 1.0) for m in range(whole)]
     if rest:

@@ -13,11 +13,10 @@ from fxpipe.errors import number_of, shortened
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.units import bytes_text, flops_text
 from fxpipe.viz.graph.boxes import Box, Boxes, Flow
-from fxpipe.viz.labels import dot_html, dot_label
+from fxpipe.viz.labels import FONT, dot_html, dot_label
 from fxpipe.viz.palette import OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING
 
-FONT = {"fontname": "Helvetica", "fontsize": "10"}
 GREY = "#666666"
 FRAME = {"style": "rounded,filled", "color": "#888888", "fillcolor": "#F6F6F6", "labeljust": "c"}
 
@@ -100,7 +99,7 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
     # Rows are two ranks apart, with W between them.
     look = {"label": text, "tooltip": tip, "minlen": "1" if flow.is_to_weights else "2"}
     if flow.crosses:
-        width = 1.5 + 2.5 * flow.bytes / max(largest, 1)
+        width = 1.5 + 2.5 * flow.bytes / max(largest, 1)  # in points: thicker than what stays in a stage
         return look | {"penwidth": f"{width:.1f}", "color": PHASES[flow.source.color.phase], "weight": "2"}
     if flow.offloaded:
         tip = f"{tip}, {bytes_text(flow.offloaded)} of it can be offloaded"

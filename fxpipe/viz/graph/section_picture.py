@@ -13,11 +13,10 @@ from fxpipe.ir.storage import node_bytes
 from fxpipe.ir.text import shape_text, target_text
 from fxpipe.schedule.ops import Color
 from fxpipe.schedule.units import bytes_text
-from fxpipe.viz.labels import dot_label
+from fxpipe.viz.labels import FONT, dot_label
 from fxpipe.viz.palette import PHASES, tint
 from fxpipe.viz.roles import MEANING
 
-FONT = {"fontname": "Helvetica", "fontsize": "10"}
 ABREAST = "array_t3"  # unconnected components, as the weight gradients of two modules: three in a row
 
 SHAPES: dict[Kind, tuple[str, str]] = {

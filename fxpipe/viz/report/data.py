@@ -174,7 +174,8 @@ def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list
     }
     for spans in measured:
         for op, start, end in spans:
-            durations[op.stage, op.kind].append(end - start)
+            if predicted[op.stage, op.kind]:  # else it computes nothing
+                durations[op.stage, op.kind].append(end - start)
     pace = median(median(times) / predicted[key] for key, times in durations.items())
 
     def off(key: tuple[int, OpKind]) -> float:
@@ -249,10 +250,8 @@ def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, object]]:
 
 def _links(timeline: Timeline) -> dict[str, object]:
     """Per pair of ranks the messages of a step, and per rank what its other links carry."""
-    placement, pairs = (
-        timeline.schedule.placement,
-        defaultdict[tuple[int, int], list[float]](lambda: [0, 0, 0]),
-    )
+    placement = timeline.schedule.placement
+    pairs = defaultdict[tuple[int, int], list[float]](lambda: [0, 0, 0])
     for edge in timeline.costs.edges:
         ends = placement[edge.source.stage], placement[edge.target.stage]
         if ends[0] != ends[1]:

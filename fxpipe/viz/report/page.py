@@ -61,4 +61,5 @@ def _packed(text: str) -> str:
 
 
 def _script(text: str) -> str:
+    """The text of a script element, which these would end or hide, in a string as well."""
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +69,11 @@ def measured_step(plan: Plan, directory: Path | None) -> Measured:
     recorded = None if directory is None else read_spans(directory, plan.ranks)
     if recorded is None:
         return None
-    measured = [[Span(*span) for span in spans] for spans in recorded_ops(plan, recorded)]
     timeline = simulate(plan.ordered, plan.costs)
+    measured = [
+        _with_empty([Span(*span) for span in spans], planned)
+        for spans, planned in zip(recorded_ops(plan, recorded), timeline.spans, strict=True)
+    ]
     for rank, (spans, planned) in enumerate(zip(measured, timeline.spans, strict=True)):
         if [span.op for span in spans] != [span.op for span in planned]:
             warnings.warn(
@@ -79,6 +83,19 @@ def measured_step(plan: Plan, directory: Path | None) -> Measured:
             )
             return None
     return aligned(timeline, measured)
+
+
+def _with_empty(spans: Sequence[Span], planned: Sequence[Span]) -> list[Span]:
+    """The measured spans with the ops that compute nothing, which programs leave out, in their places."""
+    measured, left = list[Span](), deque(spans)
+    for op, start, end in planned:
+        if left and left[0].op == op:
+            measured.append(left.popleft())
+        elif start == end:
+            # As late as it can be: what the plan lets it wait for has come by then.
+            at = left[0].start if left else spans[-1].end
+            measured.append(Span(op, at, at))
+    return [*measured, *left]
 
 
 def write_report(source: ReportSource, path: Path, lengths: Mapping[str, object] | None = None) -> Path:
