@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """Of a rank for the message with a key, at a line; ``what``: the message as text."""
+    """A rank's wait for the message with a key, at a line; ``what``: the message as text."""
 
     key: Key
     line: Line

@@ -71,7 +71,7 @@ class Share:
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...] | None:
-    """None where two of them have a row."""
+    """The spans in order, those that touch as one; None where two of them have a row."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin < joined[-1][1]:
@@ -112,7 +112,7 @@ class _Whole:
         return term
 
     def form(self, term: Term) -> Term | None:
-        """None for a value without so many rows."""
+        """The form of a value; None for one without so many rows."""
         if term not in self.forms:
             self.forms[term] = self._form(term)
         return self.forms[term]
@@ -122,6 +122,7 @@ class _Whole:
         lead = None if shape is None else lead_of(shape, self.rows)
         if shape is None or lead is None:
             return None
+        # A program's own terms are no values of the captured step, but views of these may be.
         made = None
         if term.op == RESHAPE and (source := self.form(term["self"])) is not None:
             made = reshaped(self.calculus.forms, source, (self.rows, *shape[len(lead) :]))
@@ -143,7 +144,7 @@ class _Whole:
         return permuted(self.calculus.forms, self.calculus.value(term), COLUMNS)
 
     def sum(self, term: Term) -> Term | None:
-        """None for what is no sum over so many rows."""
+        """The form of a sum over rows; None for what is no sum over so many."""
         if term not in self.sums:
             self.sums[term] = None if shape_of(self.terms, term) is None else self._sum(term)
         return self.sums[term]
@@ -221,6 +222,7 @@ class Parts:
         return of is not None and of.form.number < self._whole(of.rows).calculus.forms.captured
 
     def of(self, term: Term) -> Part | Share | None:
+        # Operands first, and without recursion: terms are as deep as the model.
         todo = [term]
         while todo:
             last = todo[-1]
@@ -291,6 +293,7 @@ class Parts:
                 return part if isinstance(part, Part) else None
             return replace(inner, begin=inner.begin + begin, end=inner.begin + end)
         rows = before[dim]
+        # Rows are along the first dimension; the columns of a matrix are rows of its transpose.
         if dim > 1 or (dim == 1 and len(before) != 2):
             return None
         whole = self._whole(rows)
@@ -328,6 +331,7 @@ class Parts:
         one, other = self._share(term["self"]), self._share(term["other"])
         if one is None or other is None or "alpha" in dict(term.arguments):
             return None
+        # One that is broadcast would be added several times.
         shapes = {layout_of(self.terms, each).shape for each in (term, term["self"], term["other"])}
         spans = _joined((*one.spans, *other.spans))
         if (one.form, one.rows) != (other.form, other.rows) or spans is None or len(shapes) > 1:

@@ -68,7 +68,8 @@ def lead_of(shape: Lead, rows: int) -> Lead | None:
 
 
 def shape_of(terms: Terms, term: Term) -> Lead | None:
-    """None for what is no tensor."""
+    """The shape of a term; None for what is no tensor."""
+    # An op of several results has no shape of its own; its items have.
     if term.layout is None and term.results is not None:
         return None
     try:
