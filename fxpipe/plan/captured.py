@@ -93,7 +93,7 @@ class CapturedStep(CapturedOps):
 
     @staticmethod
     def from_json(text: str, where: str) -> CapturedStep:
-        """Raises ArtifactError, naming ``where`` and the field, for a text that is no captured step."""
+        """The step of a text.  Raises ArtifactError, naming ``where`` and the field, for one that is none."""
         with refused(ArtifactError, f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
             step = structure(parse_json(text), CapturedStep)
             for each in (step, *(other.step for other in step.others)):
