@@ -20,6 +20,7 @@ LOOKUPS = {aten.embedding.default}
 PICKS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 UNPICKS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+EACH, MEAN, SUM = 0, 1, 2  # reductions of a loss, as torch numbers them
 LINEAR = {  # in their first argument
     aten.mul.Tensor,
     aten.mul.Scalar,

@@ -240,7 +240,7 @@ class OneBarrier:
 
 
 def _scales(node: fx.Node) -> bool:
-    """Does the op change each element by itself, rather than move it?"""
+    """Whether the op changes each element by itself, rather than moves it."""
     return node.target in LINEAR or is_pointwise(node)
 
 

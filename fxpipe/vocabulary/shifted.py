@@ -86,6 +86,7 @@ class _Shifted:
                 self.puts, self.backward = _by_rows(summands), [total]
                 if self._leads_to_ends():
                     return True
+        # A gradient that is made in another way would be of logits that nobody makes any more.
         self.puts, self.backward = {}, []
         return not puts
 
