@@ -144,6 +144,7 @@ class RowOps:
         left, right = node_arg(node, 0), node_arg(node, 1)
         if left in self.tails and right in self.tails:
             return None
+        # The columns of the left matrix are tokens: a sum over them.
         if left not in self.tails:
             if self.tails[right] is None:
                 return None

@@ -102,6 +102,7 @@ class Softmax:
         build = self.shard.at(Phase.B, self.layers.losses[0].meta["origin"])
         table, position = build.call(aten.stack.default, statistics), 0
 
+        # Parts come in the order in which ``statistics`` has put them there.
         def take(node: fx.Node) -> fx.Node:
             nonlocal position
             shape = list(node.meta["val"].shape)
