@@ -61,6 +61,7 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
     for other in captured.others:
         if [*other.lengths] != names:
             raise ArtifactError(f"The step was captured at {other.lengths}, and the plan has {names}.")
+        # Faults at one of the lengths are enough to mend.
         if certificate.holds:
             there = replace(plan, step=plan.step.at(other.lengths))
             certificate = certificate.at_lengths(other.lengths, _check(other.step, there, programs))

@@ -101,6 +101,7 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
         yield from _sums_over_replicas(plan, rt)
     missing: dict[tuple[int, int | None], list[Missing]] = {}
     foreign: list[Foreign] = []
+    # On each rank that holds it: the runtime updates every copy.
     for name, sharing in owners.items():
         dtype = plan.gradient_dtype(dtype_of(plan.layouts[name].dtype))
         expected = GradientSum.of(reference.terms, reference.grads.get(name, ()), dtype)

@@ -77,6 +77,7 @@ class Inputs:
     def _input(self, kind: str, name: str, known: tuple[str, ...]) -> Value:
         if name not in known:
             raise Rejected(self.line, f"reads the {kind} {name!r}, which this rank does not hold")
+        # A memory for each read: none may be written to, so nobody sees that they are one.
         return Value(self.reference.input(kind, name), None, Memory(f"a {kind}"))
 
     def buffer(self, name: str) -> Value:

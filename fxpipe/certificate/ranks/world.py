@@ -66,6 +66,7 @@ class World:
         """Wait for a message."""
         if key not in self.sent:
             self._waits[rank] = _Wait(key, line, what)
+            # The others run now; it goes on when the message is there (``_take_turns``).
             caller = getcurrent().parent
             assert caller is not None, "a rank has a stack of its own, above the caller's"
             caller.switch()

@@ -329,6 +329,7 @@ def _is_complex(terms: Terms, args: dict[str, object]) -> bool:
 def _in_any_order(terms: Terms, op: str, args: dict[str, object]) -> Term:
     one, other = args["self"], args["other"]
     if isinstance(one, Term) and isinstance(other, Term) and one.number > other.number:
+        # One order for both: that in which the terms were made.
         args = {**args, "self": other, "other": one}
     return terms.plain(op, args)
 

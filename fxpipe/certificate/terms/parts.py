@@ -237,6 +237,7 @@ class Parts:
         return term.number >= self.terms.captured or term.op in _VIEWS
 
     def _whole(self, rows: int) -> _Whole:
+        # As it is met: to make one is to go through all of the captured step.
         if rows not in self._by_rows:
             self._by_rows[rows] = _Whole(self.terms, rows)
         return self._by_rows[rows]

@@ -177,6 +177,7 @@ class _Shares:
         changes: dict[int | None, Counter[int]] = {}
         for addition, spans in self.additions:
             change = changes.setdefault(addition.microbatch, Counter({0: 0, self.rows: 0}))
+            # Where the number changes: one more from the begin of a span on, one less from its end on.
             for begin, end in spans:
                 change[begin] += 1
                 change[end] -= 1

@@ -177,6 +177,7 @@ class Terms:
 
     def forget_programs(self) -> None:
         """Drop the terms of programs that were checked before, which have their lines."""
+        # Terms stand in the order in which they were made, those of the captured step first.
         for key in [*self.known][self.captured :]:
             del self.known[key]
         self.views = {key: term for key, term in self.views.items() if term.number < self.captured}
