@@ -250,7 +250,7 @@ class Parts:
             return None
         match term.op:
             case "aten.slice":
-                return self._sliced(term, shape)
+                return self._sliced(term)
             case "aten.cat":
                 return self._cat(term)
             case "aten.add" if (total := self._added(term)) is not None:
@@ -260,7 +260,7 @@ class Parts:
         if term.op in LINEAR and isinstance(share := self._known.get(operand_of(term)), Share):
             form = self._whole(share.rows).calculus.of_linear(term, share.form)
             return None if form is None else Share(form, share.rows, share.spans)
-        return self._viewed(term, shape) if term.op in (RESHAPE, PERMUTE) else self._computed(term, shape)
+        return self._viewed(term, shape) if term.op in (RESHAPE, PERMUTE) else self._computed(term)
 
     def _share(self, term: object) -> Share | None:
         """The share of a sum over rows that a single row is."""
@@ -282,7 +282,7 @@ class Parts:
         of = self._known.get(term) if isinstance(term, Term) else None
         return of if isinstance(of, Part) else None
 
-    def _sliced(self, term: Term, shape: Lead) -> Part | None:
+    def _sliced(self, term: Term) -> Part | None:
         source, dim = term["self"], term["dim"]
         inner, before = self._part(source), shape_of(self.terms, source)
         if term["step"] != 1 or before is None or before[dim] < 2:
@@ -290,7 +290,7 @@ class Parts:
         begin, end = term["start"], term["end"]
         if inner is not None:
             if dim != int(inner.is_transposed):
-                part = self._computed(term, shape)
+                part = self._computed(term)
                 return part if isinstance(part, Part) else None
             return replace(inner, begin=inner.begin + begin, end=inner.begin + end)
         rows = before[dim]
@@ -347,7 +347,7 @@ class Parts:
         form = self._whole(total.rows).calculus.divided(total.form, int(by))
         return Share(form, total.rows, total.spans)
 
-    def _computed(self, term: Term, shape: Lead) -> Part | Share | None:
+    def _computed(self, term: Term) -> Part | Share | None:
         """What an op makes of parts: the rows of what it makes of their wholes, or a share of its sum."""
         of = term["of"] if term.op == "item" else term
         parts = [part for each in operands(of.arguments) if (part := self._part(each)) is not None]
