@@ -29,6 +29,7 @@ def causes(
 def _folded(problems: Iterator[Problem]) -> list[Problem]:
     """Give of the problems of a cause the first, with the number of the others."""
     by_cause: dict[object, list[Problem]] = {}
+    # A line that runs for each microbatch gives the same problem each time.
     for problem in dict.fromkeys(problems):
         by_cause.setdefault(problem.cause or problem, []).append(problem)
     return [
@@ -50,6 +51,7 @@ def _of_order(plan: Plan, ranks: Ranks, problems: Sequence[Problem]) -> Iterator
             line = rt.log.calls[number]
             began = Problem(rt.rank, line.number, unlike_order(rt, planned, number), ORDER)
     if began is None:
+        # A rank that waits though all has run that its next op needs is the cause; the others wait for it.
         ran = {str(op) for rt in ranks for op in rt.log.ops}
         stuck = {rt.rank for rt in ranks if not rt.ended and _is_ready(rt, planned_ops(plan, rt.rank), ran)}
         problems = sorted(problems, key=lambda each: each.text.startswith(WAITS) and each.rank not in stuck)
@@ -77,6 +79,7 @@ def _is_name_of(name: str, op: str) -> bool:
     """Whether an alias is made of an op's name: ``sum_dim_intlist`` of ``aten.sum.dim_IntList``."""
     letters = [re.sub(r"\W|_", "", part).lower() for part in op.split(".") if part != "default"]
     plain = re.sub(r"_\d+$", "", name)
+    # With the namespace or without it, with the overload or without it.
     ways = {"".join(letters), "".join(letters[1:]), *letters[1:2]}
     return not ways.isdisjoint(re.sub("_", "", each).lower() for each in (name, plain))
 
@@ -90,6 +93,7 @@ def _placed(problem: Problem, program: r.Program) -> Problem:
     wrong = sorted(
         (op.lineno, op.name, alias) for alias, op in aliases.items() if not _is_name_of(alias, op.name)
     )
+    # An alias of another op makes each line wrong that calls it: the alias is the fault.
     if wrong and wrong[0][0] != problem.line:
         line, op, alias = wrong[0]
         return _moved(problem, line, f"calls {op} {alias}", f"alias {alias} of rank {problem.rank}")

@@ -61,6 +61,7 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
     for other in captured.others:
         if [*other.lengths] != names:
             raise ArtifactError(f"The step was captured at {other.lengths}, and the plan has {names}.")
+        # Faults at one of the lengths are enough to mend.
         if certificate.holds:
             there = replace(plan, step=plan.step.at(other.lengths))
             certificate = certificate.at_lengths(other.lengths, _check(other.step, there, programs))
@@ -72,17 +73,19 @@ def _check(step: CapturedOps, plan: Plan, programs: Sequence[str]) -> Certificat
     certificate = check_against(reference, plan, programs)
     rows = [] if reference.parts is None else reference.parts.rows_of_equal_values()
     if rows and not certificate.holds:
+        # What a model computes twice, in two shapes, a program in parts may compute once.
         again = check_against(reference_of(step, Terms(RULES), rows), plan, programs)
         return again if again.holds else certificate
     return certificate
 
 
 def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> Certificate:
-    """``check``, for a captured step on terms, which may serve for many texts."""
+    """Check the programs, for a captured step on terms, which may serve for many texts."""
     read = [parse(source) for source in programs]
     world = World(plan.ranks)
     stacks = [Stack(rank) for rank in range(plan.ranks)]
     ranks = [_rank(stack, plan, reference, world) for stack in stacks]
+    # A reference may serve for many texts, and a term has the line that was the first to compute it.
     reference.terms.forget_programs()
     reference.parts = parts = Parts(reference.terms) if plan.head_chunks > 1 else None
     reference.terms.whole = None if parts is None else parts.whole
@@ -131,6 +134,7 @@ def _rank(stack: Stack, plan: Plan, reference: Reference, world: World) -> TermR
         name: plan.layouts[name].shape for name in plan.tensors[stack.rank].gradients
     }
     calls = Calls(reference.terms, stack, stack.of_step, note, shapes)
+    # Functions, since ``rt`` is made of the sections that ask it.
     sections = Sections(calls, lambda name: rt.buffer(name), lambda names: rt.rows.read(names), log=log)
     rt = TermRuntime(stack.rank, plan, reference, world, calls, sections, log)
     return rt

@@ -101,16 +101,19 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
         yield from _sums_over_replicas(plan, rt)
     missing: dict[tuple[int, int | None], list[Missing]] = {}
     foreign: list[Foreign] = []
+    # On each rank that holds it: the runtime updates every copy.
     for name, sharing in owners.items():
         dtype = plan.gradient_dtype(dtype_of(plan.layouts[name].dtype))
         expected = GradientSum.of(reference.terms, reference.grads.get(name, ()), dtype)
         for rank in sharing:
             rt = ranks[rank]
+            # Without it each rank would update its own copy by its own part of the gradient.
             if len(sharing) > 1 and name not in rt.totals:
                 yield Problem.at(rt.last, f"the gradient of {name} is not summed over the ranks {sharing}")
                 continue
             total = rt.totals[name] if name in rt.totals else rt.summands(name)
             for problem in expected.problems(reference, plan.step.microbatches, name, total, rt.last):
+                # By rank and microbatch: an op that does not run leaves summands of many gradients out.
                 if isinstance(problem, Missing):  # of a sum over ranks, on the one that adds it
                     at = rank if problem.line is None else problem.line.rank
                     missing.setdefault((at, problem.microbatch), []).append(problem)
@@ -231,6 +234,7 @@ def _checks(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]
 
 def _messages(world: World, ranks: Ranks) -> Iterator[Problem]:
     for key, message in world.sent.items():
+        # Parts of a collective stay there, as each rank looks at them.
         if key[0] != COLLECTIVE:
             text = f"sends message {key[2]} to rank {key[1]}, which does not take it"
             yield Problem.at(message.line, text, ORDER)

@@ -45,6 +45,7 @@ class Problem:
     rank: int
     line: int
     text: str
+    # Not compared: one text at one line is one problem, whatever led to it.
     cause: str = field(default="", compare=False)
 
     @staticmethod

@@ -52,6 +52,7 @@ class Reference:
 
         line: where the result is given.
         """
+        # Of values in parts most terms are not the captured step's: the first is told that is no part of one.
         foreign = None if self.parts is None else self.parts.first_foreign(actual)
         if foreign is None or foreign.line is None:
             cause = difference(self.terms.captured, actual, expected)
@@ -75,7 +76,8 @@ class Reference:
 
 
 def reference_of(step: CapturedOps, terms: Terms, rows: Sequence[int] = ()) -> Reference:
-    """Raises ArtifactError where an op does not exist, or does not fit its arguments.
+    """The captured step on terms.  Raises ArtifactError where an op does not exist, or does not fit its
+    arguments.
 
     rows: numbers of rows in which values that are equal are one value.
     """
@@ -87,6 +89,7 @@ def reference_of(step: CapturedOps, terms: Terms, rows: Sequence[int] = ()) -> R
         try:
             if op.target == "expect":
                 value, *says = decoded(op.args, values)
+                # It gives nothing, but has a number, by which ``step.checks`` names it.
                 checks[len(values)] = value, canonical(says)
                 values.append(None)
             else:
@@ -103,6 +106,7 @@ def reference_of(step: CapturedOps, terms: Terms, rows: Sequence[int] = ()) -> R
     reference.grads = {name: tuple(values[k] for k in ks) for name, ks in step.grads.items()}
     reference.buffers = {name: values[k] for name, k in step.buffers.items()}
     reference.checks = tuple(checks[k] for k in step.checks)
+    # From here on a new term is a program's alone.
     terms.captured = len(terms.known)
     return reference
 
@@ -123,6 +127,7 @@ def _op(terms: Terms, op: CapturedOp, values: list[object], reference: Reference
     args = decoded(op.args, values)
     kwargs = {name: decoded(argument, values) for name, argument in op.kwargs.items()}
     term = _term(terms, op, args, kwargs, reference)
+    # The first of several equal values gives the name.
     term.name = term.name or op.name
     if term.layout is None:
         term.layout = _layout(op)
@@ -167,6 +172,7 @@ def decoded(argument: object, values: list[object]) -> Any:
             return complex(decoded(real, values), decoded(imaginary, values))
         case {"device": str(kind)}:
             return torch.device(kind)
+        # The text is untrusted: of torch it names a dtype, a layout or a memory format alone.
         case {"torch": str(text)} if isinstance(
             value := getattr(torch, text.removeprefix("torch."), None), _TORCH
         ):

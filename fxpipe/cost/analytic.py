@@ -54,7 +54,7 @@ def analytic_seconds(
 
 
 def seconds_on(cluster: Cluster, graph: fx.Graph, compiled: Collection[Phase] = ()) -> SecondsOfRanks:
-    """``analytic_seconds`` of every section on each rank."""
+    """The analytic seconds of every section on each rank."""
     by_device = {seconds.device: analytic_seconds(graph, seconds, compiled) for seconds in cluster.distinct}
     return tuple(by_device[device] for device in cluster.devices)
 

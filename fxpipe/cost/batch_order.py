@@ -169,7 +169,7 @@ class BatchPlanner:
         return able[fits - 1] if fits else None
 
     def _alone(self, lengths: Mapping[str, int]) -> tuple[float, ...]:
-        """Per rank the memory for a microbatch alone."""
+        """The memory of each rank for a microbatch alone."""
         costs = (self.costs(lengths),)
         return Uneven(costs, self.schedule.placement, (), self.schedule.joined).least
 

@@ -209,10 +209,17 @@ class _Fusion:
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
         """The ops that read the value, or what others compute of it for themselves."""
-        readers = list[fx.Node]()
-        for user in self._users(node):
-            is_computed_there = user in self.reads and user not in self.loops
-            readers += self._readers(user) if is_computed_there else [user]
+        readers, seen, todo = list[fx.Node](), set[fx.Node](), self._users(node)[::-1]
+        while todo:
+            user = todo.pop()
+            # Each once: the ways through ops that are computed there double wherever two of them meet again.
+            if user in seen:
+                continue
+            seen.add(user)
+            if user in self.reads and user not in self.loops:
+                todo += reversed(self._users(user))
+            else:
+                readers.append(user)
         return readers
 
     def _shape(self, group: Sequence[fx.Node]) -> _Loop:

@@ -52,16 +52,8 @@ _PACKETS: Mapping[str, tuple[str, ...]] = {
     ),
     "lookup": (
         *("embedding", "embedding_dense_backward", "index", "index_put", "index_add", "index_select"),
-        *(
-            "gather",
-            "scatter",
-            "scatter_add",
-            "take",
-            "nll_loss_forward",
-            "nll_loss_backward",
-            "sort",
-            "topk",
-        ),
+        *("gather", "scatter", "scatter_add", "take", "nll_loss_forward", "nll_loss_backward"),
+        *("sort", "topk"),
     ),
     "reduction": ("sum", "mean", "amax", "amin", "argmax", "argmin", "var", "var_mean", "cumsum", "prod"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, cast
 
@@ -27,31 +26,20 @@ aten = torch.ops.aten
 CHEAPER_IN_PLACE = (aten.index_add.default,)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeCost:
-    flops: int
-    bytes: int
-    seconds: float
-
-
-_FREE = NodeCost(0, 0, 0.0)
-
-
-def node_cost(node: fx.Node, device: Device) -> NodeCost:
-    """FLOPs (matrix products and convolutions, as ``torch.utils.flop_counter`` counts them), bytes
-    read and written, and the time on the device; of an op between lanes the time of the link.
+def node_seconds(node: fx.Node, device: Device) -> float:
+    """The seconds of an op on the device, by its FLOPs (of matrix products and convolutions, as
+    ``torch.utils.flop_counter`` counts them) and its bytes; of an op between lanes those of the link.
     Placeholders and sums over ranks cost nothing, and views only on a calibrated device; of an exchange that
     is divided the begin, its copies alone."""
     if is_free(node):
-        return _FREE
+        return 0.0
     if node.target is aten._foreach_add_.List:  # as apart: plans do not depend on what is added together
         sizes = [3 * node_bytes(part) for part in cast(list[fx.Node], node.args[1])]
-        seconds = [device.seconds(0, moved, "float32", "move") for moved in sizes]
-        return NodeCost(0, sum(sizes), sum(seconds))
+        return sum(device.seconds(0, moved, "float32", "move") for moved in sizes)
     flops, moved, arithmetic, kind = work_of(node)
     if kind == BETWEEN_LANES:
-        return NodeCost(0, bytes_moved(node), device.intra.seconds(moved))
-    return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic, kind))
+        return device.intra.seconds(moved)
+    return device.seconds(flops, moved, arithmetic, kind)
 
 
 def work_of(
@@ -74,7 +62,7 @@ def work_of(
 
 
 class NodeSeconds:
-    """``node_cost(node, device).seconds``, computed once for all copies of a node, and for alike ops.
+    """The seconds of ops on a device, computed once for all copies of a node, and for alike ops.
 
     The graphs of all candidates are copies of one, with the same targets and fake tensors, and ops with the
     same literals on the same layouts share theirs (``ir/fake_op_cache.py``): two nodes with one target,
@@ -94,7 +82,7 @@ class NodeSeconds:
         entry = self._known.get(key)
         if entry is None:  # with the values, whose ids are theirs as long as they live
             values = [n.meta.get("val") for n in (node, *inputs)]
-            entry = self._known[key] = node_cost(node, self.device).seconds, values
+            entry = self._known[key] = node_seconds(node, self.device), values
         return entry[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fxpipe.cost.analytic import rates_of
@@ -14,7 +14,6 @@ from fxpipe.cost.update import update_on
 from fxpipe.errors import SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.rows import ShardName
-from fxpipe.plan.tensors import dtype_of
 from fxpipe.plan.work import Expressions, PlanWork, Work
 from fxpipe.schedule.costs import Costs, Exchange, Link
 
@@ -59,10 +58,10 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
         others = [name for name in stage.parameters if name not in trained]
         number = {name: plan.lanes.divisor(name) for name in stage.parameters}
         sizes[stage.stage] = StageTensors(
-            Bytes.of((_gradient_bytes(plan, [name]), number[name]) for name in names),
+            Bytes.of((plan.gradient_bytes(name), number[name]) for name in names),
             Bytes.of((plan.layouts[name].nbytes, number[name]) for name in names),
             Bytes.of((plan.layouts[name].nbytes, number[name]) for name in others),
-            Bytes.of((_gradient_bytes(plan, [n]), number[n]) for n in names if plan.lanes.sums(ShardName(n))),
+            Bytes.of((plan.gradient_bytes(n), number[n]) for n in names if plan.lanes.sums(ShardName(n))),
         )
     per_use = any(exchange.per_use for exchange in plan.costs.exchanges)
     cluster = Cluster((device,) * plan.ranks)
@@ -78,13 +77,8 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
     )
 
 
-def _gradient_bytes(plan: Plan, names: Sequence[str]) -> int:
-    layouts = [plan.layouts[name] for name in names]
-    return sum(x.elements * plan.gradient_dtype(dtype_of(x.dtype)).itemsize for x in layouts)
-
-
 def known_work(work: PlanWork | None) -> PlanWork:
-    """Raises SizeError where the pipeline was compiled without ``dimensions``."""
+    """The work of a plan.  Raises SizeError where the pipeline was compiled without ``dimensions``."""
     if work is None:
         raise SizeError(
             "Costs are known for the example's sizes alone, and for the device of the compilation. Name its "

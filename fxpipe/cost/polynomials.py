@@ -67,7 +67,7 @@ class Sizes:
         return pytree.tree_map_only(torch.Tensor, shape, node.meta.get("val"))
 
     def bytes(self, node: fx.Node) -> Polynomial:
-        """``node_bytes`` for any lengths."""
+        """The bytes of a node's value (``node_bytes``) for any lengths."""
         return sum(self._span(self._resized_values[t], node) * t.element_size() for t in tensors(node))
 
     def terms(self, polynomial: Polynomial) -> Terms:
@@ -75,9 +75,8 @@ class Sizes:
         return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in terms)
 
     def _span(self, like: tuple[torch.Tensor, ...], node: fx.Node) -> Polynomial:
-        """``values.storage_bytes``, in elements.  Each stride is a polynomial times the one below it, or one
-        of its own: that of a part of rows which are read in another width.
-        """
+        """The elements that a tensor spans (``storage_bytes``).  Each stride is a polynomial times the one
+        below it, or one of its own: that of a part of rows which are read in another width."""
         if any(t.numel() == 0 for t in like):
             return 0
         last = like[-1]

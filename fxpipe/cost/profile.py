@@ -23,7 +23,7 @@ from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.calibration.clock import Timed, medians_in_turns, seconds_until_done
 from fxpipe.cost.devices.device import Device
 from fxpipe.cost.kinds import kind_of
-from fxpipe.cost.nodes import node_cost
+from fxpipe.cost.nodes import node_seconds
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.compiled import is_compiled, stretches
 from fxpipe.ir.graph import Input, Kind, Section
@@ -108,7 +108,7 @@ def measured_seconds(
         color: described.stage_overhead
         + medians_of[color]
         # A lane alone has nobody to exchange with, so this part is computed.
-        + sum(node_cost(node, described).seconds for node in nodes if kind_of(node) == BETWEEN_LANES)
+        + sum(node_seconds(node, described) for node in nodes if kind_of(node) == BETWEEN_LANES)
         for color, nodes in between.items()
     }
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.cost.devices.device import Device
 from fxpipe.cost.fusion import kernels_of
-from fxpipe.cost.nodes import NodeSeconds, is_free, node_cost
+from fxpipe.cost.nodes import NodeSeconds, is_free, node_seconds
 from fxpipe.ir.ops import is_causal
 from fxpipe.ir.storage import call_nodes, is_view
 from fxpipe.plan.rewrites import Rewrite
@@ -26,7 +26,7 @@ def mask_rewrites(
     """
     nodes = [node for node in call_nodes(graph) if is_causal(node)]
     forward = sum(not node.meta["origin"].backward for node in nodes)
-    seconds = sum(node_cost(node, device).seconds for node in nodes)
+    seconds = sum(node_seconds(node, device) for node in nodes)
     calls, freed = causal
     seconds *= calls / max(calls, forward, 1)  # others are causal in the model's own code
     by_rule = (

@@ -47,7 +47,8 @@ def choose_cuts(
     # block k lies between place k-1 and place k; ends[k] is the cost up to and with block k
     ends = np.array([total[i + 1] for i in places] + [total[-1]])
     speeds = 1 / np.array(slowness or [1.0] * stages)
-    limits = _smallest_maximum(ends, speeds) * (1 + SLACK) * speeds
+    least = _least(ends, speeds, np.zeros(stages), ends[-1] / speeds.sum(), ends[-1] / speeds.min())
+    limits = least * (1 + SLACK) * speeds
     weights = [float(bytes[i]) for i in places] + [0.0]
     cuts = _lightest(ends, weights, limits.tolist())
     if ranks:
@@ -70,7 +71,7 @@ def _balanced(
             loads = np.bincount(ranks, costs)
             others = (loads[ranks] - costs)[first:behind]
             scale = speeds[first:behind]
-            least = _least(work, scale, others, float(loads.max()))
+            least = _least(work, scale, others, others.max(), loads.max())
             limits = (least * (1 + SLACK) - others) * scale
             inner = _lightest(work, [*weights[begin + 1 : end], 0.0], limits.tolist())
             cuts[first : behind - 1] = [begin + 1 + k for k in inner]
@@ -86,29 +87,17 @@ def _turns(ranks: np.ndarray) -> list[int]:
     return numbers
 
 
-def _least(ends: np.ndarray, speeds: np.ndarray, others: np.ndarray, enough: float) -> float:
-    """The smallest time of the slowest rank, whose other stages take ``others``; at most ``enough``."""
-    low, high = float(others.max()), enough
+def _least(ends: np.ndarray, speeds: np.ndarray, others: np.ndarray, low: float, high: float) -> float:
+    """The smallest time of the slowest rank, found between two times by bisection.
+
+    others: of each part, the time that the other stages of its rank take.
+    """
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
         if _suffices(ends, (middle - others) * speeds):
             high = middle
         else:
             low = middle
-    return high
-
-
-def _smallest_maximum(ends: np.ndarray, speeds: np.ndarray) -> float:
-    """The smallest possible time of the slowest part (bisection)."""
-    low, high = float(ends[-1] / speeds.sum()), float(ends[-1] / speeds.min())
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _suffices(ends, middle * speeds):
-            high = middle
-        else:
-            low = middle
-        if high - low <= 1e-6 * high:
-            break
     return high
 
 

@@ -71,7 +71,7 @@ def _fewest_bytes(
 def _first_stages(
     forward: Sequence[fx.Node], free: Set[fx.Node], tensors_of: Sequence[Set[str]]
 ) -> dict[fx.Node, int]:
-    """Per op the first stage that has its tensors and comes no earlier than what it is computed from."""
+    """The first stage of each op that has its tensors and comes no earlier than what it is computed from."""
     first: dict[fx.Node, int] = {}
     for node in forward:
         earliest = max((first[source] for source in node.all_input_nodes if source in first), default=0)
@@ -84,7 +84,7 @@ def _first_stages(
 
 
 def _may_be_in(node: fx.Node, free: Set[fx.Node], tensors_of: Sequence[Set[str]]) -> list[bool]:
-    """Per stage whether it has the tensors that an op uses."""
+    """Whether each stage has the tensors that an op uses."""
     names = () if node in free else _tensors(node, free)
     return [tensors >= {*names} for tensors in tensors_of]
 

@@ -305,8 +305,15 @@ class Plan:
         """The dtype in which the gradient of a parameter of this dtype is accumulated."""
         return gradient_dtype(parameter, dtype_of(self.grad_dtype))
 
+    def gradient_bytes(self, name: str) -> int:
+        """The bytes of the gradient of a parameter, or of rows of one, on a lane."""
+        layout = self.layouts[name]
+        itemsize: int = self.gradient_dtype(dtype_of(layout.dtype)).itemsize
+        return layout.elements * itemsize
+
     def trains_as(self, other: Plan) -> bool:
         """Whether the programs take the tensors of another plan's on the same ranks, beside constants."""
+        # Constants are each one's own.
         ours, theirs = ([replace(each, constants=()) for each in plan.tensors] for plan in (self, other))
         names = {name.tensor for each in ours for name in each.state}
         alike = all(self.layouts[name] == other.layouts[name] for name in names)
@@ -322,7 +329,7 @@ class Plan:
 
     @cached_property
     def ordered(self) -> Schedule:
-        """``order`` and its transfers as a schedule.  Raises ScheduleError where a text in it is no op."""
+        """The order and its transfers as a schedule.  Raises ScheduleError where a text in it is no op."""
         order = tuple(parse_ops(line) for line in self.order)
         return Schedule(
             self.schedule, self.placement, self.step.microbatches, order, self.vocabulary, self.transfers

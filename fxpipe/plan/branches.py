@@ -45,6 +45,7 @@ class Branch:
             else:
                 packet, _, overload = name.partition(".")
                 leaf = getattr(getattr(torch.ops.aten, packet), overload or "default")(leaf, *arguments)
+        # The code may ask a number, which is true unless it is 0.
         return leaf.reshape(1) != 0
 
 

@@ -20,7 +20,7 @@ from fxpipe.plan.step import MOST_LENGTH
 from fxpipe.strict import Fits, Mismatch, between, entries, parse_json, refused, structure
 
 CAPTURED_FORMAT = 1
-MOST_OPS, MOST_OTHERS = 1 << 20, 64
+MOST_OPS, MOST_OTHERS, MOST_NESTED = 1 << 20, 64, 16
 
 Index = Annotated[int, between(0, 2 * MOST_OPS)]
 """The number of a value: first the inputs, then the ops' results, in order."""
@@ -93,7 +93,7 @@ class CapturedStep(CapturedOps):
 
     @staticmethod
     def from_json(text: str, where: str) -> CapturedStep:
-        """Raises ArtifactError, naming ``where`` and the field, for a text that is no captured step."""
+        """The step of a text.  Raises ArtifactError, naming ``where`` and the field, for one that is none."""
         with refused(ArtifactError, f"{where} is damaged:", "Undo the edit, or save the pipeline again."):
             step = structure(parse_json(text), CapturedStep)
             for each in (step, *(other.step for other in step.others)):
@@ -126,12 +126,15 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(elements.view(torch.uint8).numpy().data).hexdigest()
 
 
-def values_in(argument: object) -> list[object]:
-    """The numbers of the values in an op's arguments."""
+def values_in(argument: object, deepest: int = MOST_NESTED) -> list[object]:
+    """The numbers of the values in an op's arguments.  Raises Mismatch for lists that are nested deeper."""
     if isinstance(argument, dict):
         if argument.keys() == {"value"}:
             return [argument["value"]]
-        return [index for entry in argument.values() for index in values_in(entry)]
-    if isinstance(argument, list | tuple):
-        return [index for entry in argument for index in values_in(entry)]
-    return []
+        argument = [*argument.values()]
+    if not isinstance(argument, list | tuple):
+        return []
+    # Untrusted: whoever reads arguments follows their lists by recursion.
+    if not deepest:
+        raise Mismatch(f"has an op whose arguments are nested more than {MOST_NESTED} deep", "ops")
+    return [index for entry in argument for index in values_in(entry, deepest - 1)]

@@ -87,6 +87,7 @@ class LanePlan:
     def groups(self) -> tuple[LaneGroup, ...]:
         """The lanes along each dimension."""
         numbers = [axis.number for axis in self.axes]
+        # The last dimension is innermost: along it the numbers of lanes follow each other.
         strides = [*accumulate(reversed(numbers), mul, initial=1)][-2::-1]
         return tuple(map(LaneGroup, numbers, strides))
 
@@ -174,6 +175,7 @@ class LanePlan:
 
     def joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole tensor, from what the lanes hold in their order."""
+        # The innermost dimension first: its lanes are next to each other in ``parts``.
         for axis in reversed(self.axes):
             along = (parts[k : k + axis.number] for k in range(0, len(parts), axis.number))
             dim = axis.shards.get(name)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 from fxpipe.plan.artifact import HeldBytes, Plan
 from fxpipe.plan.rows import ShardName
-from fxpipe.plan.tensors import dtype_of
 
 
 @dataclass(frozen=True)
@@ -43,18 +41,11 @@ def rank_memory(plan: Plan, activations: Iterable[float]) -> tuple[RankMemory, .
 
 def held_bytes(plan: Plan) -> tuple[HeldBytes, ...]:
     """The bytes of each rank; by an earlier version's plan of its tensors alone, as in one replica."""
-
-    def size(name: str, *, gradient: bool = False) -> int:
-        layout = plan.layouts[name]
-        dtype = dtype_of(layout.dtype)
-        itemsize: int = (plan.gradient_dtype(dtype) if gradient else dtype).itemsize
-        return prod(layout.shape) * itemsize
-
     return plan.held or tuple(
         HeldBytes(
-            sum(map(size, tensors.parameters)),
-            sum(size(name, gradient=True) for name in tensors.gradients),
-            sum(map(size, tensors.buffers)),
+            sum(plan.layouts[name].nbytes for name in tensors.parameters),
+            sum(map(plan.gradient_bytes, tensors.gradients)),
+            sum(plan.layouts[name].nbytes for name in tensors.buffers),
         )
         for tensors in plan.tensors
     )
@@ -63,11 +54,9 @@ def held_bytes(plan: Plan) -> tuple[HeldBytes, ...]:
 def adamw_bytes(plan: Plan, rank: int) -> int:
     """The state of AdamW on a rank: two values for each trained element, in the parameter's dtype."""
 
-    def gradient_bytes(name: ShardName) -> float:
-        layout = plan.layouts[name]
+    def own_bytes(name: ShardName) -> float:
         # With shards each process has the state of its rows.
         owners = plan.replicas * plan.lanes.divisor(name) if plan.shard else 1
-        itemsize: int = dtype_of(layout.dtype).itemsize
-        return prod(layout.shape) * itemsize / owners
+        return plan.layouts[name].nbytes / owners
 
-    return int(2 * sum(map(gradient_bytes, plan.tensors[rank].gradients)))
+    return int(2 * sum(map(own_bytes, plan.tensors[rank].gradients)))

@@ -39,6 +39,7 @@ def spans_of(plan: Plan, name: ShardName, lane: int) -> dict[int, PartSpan]:
         # Rows of a share are counted within it.
         begin += index * size
         whole = plan.lanes.lengths.get(name.tensor, number * size)
+        # The last shares of a dimension that is not divided evenly end with zeros, or are nothing else.
         real = max(0, min(length, whole - begin))
         spans[dim] = PartSpan(min(begin, whole), real, whole, length - real)
     return spans

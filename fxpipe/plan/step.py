@@ -124,6 +124,7 @@ class NamedLength:
 def refused(names: Sequence[NamedLength], lengths: Mapping[str, int]) -> tuple[str, str] | None:
     """The name of the first of some lengths that programs do not take, and those that they take, as a
     sentence; None if they take all."""
+    # The rows last: how many there may be follows from the other lengths.
     for each in sorted(names, key=lambda each: each.leading):
         most = each.most(names, lengths)
         if not each.least <= lengths[each.name] <= most or lengths[each.name] % each.step:

@@ -165,6 +165,7 @@ class PlanWork:
         share: the squares of the lengths of packed documents, relative to that of all tokens.
         Raises SizeError for an unknown name and for a length below one.
         """
+        # As fractions, since bytes are to be exact.
         old, new = (
             [Fraction(n) for n in x.values()] for x in (self.lengths, lengths_at(self.lengths, sizes))
         )
@@ -188,7 +189,14 @@ class PlanWork:
             ends = [self.rates_of(end.stage).with_message(edge, moved) for end in (edge.source, edge.target)]
             inter = [end.inter_seconds for end in ends if end.inter_seconds is not None]
             slower = max(end.seconds for end in ends)
-            edges.append(replace(ends[0], seconds=slower, inter_seconds=max(inter, default=None)))
+            other = replace(ends[0], seconds=slower, inter_seconds=max(inter, default=None))
+            if edge.exchange:
+                # Within a rank, where lanes exchange some of it and hold what they give until all is there:
+                # both in proportion to what the edge carries.
+                before = float(value_at(terms, [Fraction(n) for n in self.lengths.values()]))
+                ratio = moved / before if before else 1.0
+                other = replace(other, bytes=ratio * edge.bytes, exchange=ratio * edge.exchange)
+            edges.append(other)
         return tuple(edges)
 
     def rates_of(self, stage: int) -> Rates:

@@ -96,7 +96,7 @@ class _Way:
 
 
 def _behind_one(one: _Way, steps: Iterable[tuple[_Way, int]]) -> float:
-    """Rule 2 for one microbatch, with its messages and without them."""
+    """The bound of rule 2 for one microbatch, with its messages or without them."""
     rest = [(way, number - (way is one)) for way, number in steps]
     first = one.long + one.seconds[2]
     behind = sum(way.left * number for way, number in rest if not way.passes(one))
@@ -104,7 +104,7 @@ def _behind_one(one: _Way, steps: Iterable[tuple[_Way, int]]) -> float:
 
 
 def _one_rank(steps: Iterable[tuple[_Way, int]], sections: Sequence[int]) -> float:
-    """Rule 1."""
+    """The bound of rule 1."""
     jobs = [
         (way.head[s], way.tail[s], way.seconds[s] * number)
         for way, number in steps

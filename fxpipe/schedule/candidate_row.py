@@ -16,7 +16,8 @@ class Tried:
     """A schedule that was tried: its simulated costs, or the reason (``why``) that it was left out.
 
     ``seconds`` a step; ``peak_memory``: of the rank that needs the most; of one that was left out because it
-    does not fit, the smallest limit that it would keep.  ``stages_per_rank`` are the model's own.
+    does not fit, the smallest limit that it would keep, except with offload (``why`` says it then).
+    ``stages_per_rank`` are the model's own.
     Memory is in the unit of the costs: bytes for a compiled model.
     """
 

@@ -94,23 +94,23 @@ def check_transfers(schedule: Schedule, costs: Costs) -> None:
     transfers: defaultdict[Activation, dict[Direction, Transfer]] = defaultdict(dict)
     for transfer in schedule.transfers:
         if transfer.user is Phase.F:
-            raise ScheduleError(f"schedule {schedule.name}: the user of {transfer} must be B or W")
+            raise _error(schedule, f"the user of {transfer} must be B or W")
         if transfer.direction in transfers[transfer.activation]:
             raise ScheduleError(f"schedule {schedule.name} has {transfer} twice")
         if (transfer.stage, transfer.user, transfer.microbatch) not in position:
-            raise ScheduleError(f"schedule {schedule.name}: {transfer} is for an op that no rank runs")
+            raise _error(schedule, f"{transfer} is for an op that no rank runs")
         transfers[transfer.activation][transfer.direction] = transfer
     for (stage, microbatch, user), directions in transfers.items():
         first, last = position[stage, Phase.F, microbatch], position[stage, user, microbatch]
         if len(directions) < len(Direction):
             other = Direction.IN if Direction.OUT in directions else Direction.OUT
-            raise ScheduleError(f"schedule {schedule.name}: {next(iter(directions.values()))} has no {other}")
+            raise _error(schedule, f"{next(iter(directions.values()))} has no {other}")
         out, back = directions[Direction.OUT], directions[Direction.IN]
         if not first < out.begin <= out.end <= back.begin <= back.end <= last:
-            raise ScheduleError(
-                f"schedule {schedule.name}: {out} from op {out.begin} to {out.end} and {back} from op "
-                f"{back.begin} to {back.end} of the rank must lie between ops {first} and {last}, in this "
-                "order"
+            raise _error(
+                schedule,
+                f"{out} from op {out.begin} to {out.end} and {back} from op {back.begin} to {back.end} of "
+                f"the rank must lie between ops {first} and {last}, in this order",
             )
 
 

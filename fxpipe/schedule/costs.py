@@ -158,6 +158,7 @@ class Costs:
 
 def most_of(costs: Sequence[Costs]) -> Costs:
     """The largest of each number of a microbatch, of several with the same sections and messages."""
+    # Each once: most microbatches are of a few lengths.
     first, *others = dict.fromkeys(costs)
     if not others:
         return first

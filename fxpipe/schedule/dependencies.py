@@ -16,6 +16,8 @@ Needs = tuple[tuple[int, float], ...]
 SECTION_KINDS = (OpKind.F, OpKind.B, OpKind.W)
 SECTIONS_PER_STAGE = len(SECTION_KINDS)
 _OFFSET = {Phase.F: 0, Phase.B: 1, Phase.W: 2}
+OFFSETS = {kind: tuple(_OFFSET[phase] for phase in phases) for kind, phases in PHASES.items()}
+"""The sections that an op of a kind runs, by their places among those of its stage."""
 
 
 def index(color: Color) -> int:
@@ -23,10 +25,10 @@ def index(color: Color) -> int:
 
 
 def sections(stages: int) -> dict[OpKind, tuple[tuple[int, ...], ...]]:
-    """Per kind and stage, the sections that an op runs: two for BW."""
+    """The sections that an op runs, by kind and stage: two for BW."""
     return {
-        kind: tuple(tuple(index(Color(stage, phase)) for phase in PHASES[kind]) for stage in range(stages))
-        for kind in OpKind
+        kind: tuple(tuple(SECTIONS_PER_STAGE * stage + k for k in offsets) for stage in range(stages))
+        for kind, offsets in OFFSETS.items()
     }
 
 
@@ -36,7 +38,7 @@ def sections_of(stage: int) -> range:
 
 
 def sections_by_rank(placement: tuple[int, ...]) -> list[list[int]]:
-    """Per rank the sections of its stages."""
+    """The sections of each rank's stages."""
     by_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
     for stage, rank in enumerate(placement):
         by_rank[rank] += sections_of(stage)
@@ -61,7 +63,7 @@ def between_lanes(costs: Costs) -> dict[int, float]:
 
 
 def durations(costs: Costs) -> dict[OpKind, tuple[float, ...]]:
-    """Per kind and stage, the seconds of an op."""
+    """The seconds of an op, by kind and stage."""
     return {
         kind: tuple(sum(getattr(cost, TIMES[phase]) for phase in phases) for cost in costs.stages)
         for kind, phases in PHASES.items()
@@ -69,7 +71,7 @@ def durations(costs: Costs) -> dict[OpKind, tuple[float, ...]]:
 
 
 def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs, ...]]:
-    """Per kind and stage, the dependencies of an op: the edges, and F before B before W of its own stage.
+    """The dependencies of an op, by kind and stage: the edges, and F before B before W of its own stage.
 
     An edge takes time between two ranks (``Costs.message_seconds``); an edge into W arrives with B.  Raises
     ScheduleError if costs and placement have different numbers of stages, or an edge names an unknown stage.
@@ -79,6 +81,7 @@ def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs,
         raise ScheduleError(
             f"costs of {number_of(len(costs.stages), 'stage')} given for {number_of(stages, 'placed stage')}"
         )
+    # Of several edges between two sections the slowest counts.
     incoming: list[dict[int, float]] = [{} for _ in range(SECTIONS_PER_STAGE * stages)]
     for section in range(len(incoming)):
         if section % SECTIONS_PER_STAGE:

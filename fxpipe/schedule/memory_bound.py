@@ -96,7 +96,7 @@ def _staying(costs: Costs) -> tuple[StageCost, ...]:
 
 
 def _by_starts(step: StepPaths, microbatches: int, limits: Sequence[float]) -> float:
-    """Rules 1 to 5."""
+    """The bound of rules 1 to 5."""
     before, after, exclusions = _on_own_rank(step, limits, microbatches)
     if any(not ways for waits in exclusions.values() for _, ways in waits):
         return inf
@@ -202,7 +202,7 @@ def _reached(order: Sequence[int], along: Sequence[Sequence[int]]) -> list[set[i
 
 
 def _held_on_rank(step: StepPaths) -> list[list[tuple[float, float]]]:
-    """Per rank the bytes that a microbatch holds, and for how many seconds at least."""
+    """The bytes that a microbatch holds on each rank, and for how many seconds at least."""
     amounts_of: list[list[tuple[float, float]]] = [[] for _ in range(1 + max(step.rank))]
     ways: dict[int, dict[int, float]] = {}  # from a section's start to that of others
     for stage, cost in enumerate(step.stages):
@@ -223,7 +223,7 @@ def _held_on_rank(step: StepPaths) -> list[list[tuple[float, float]]]:
 
 
 def by_area(steps: Sequence[tuple[StepPaths, int]], limits: Sequence[float]) -> float:
-    """Rule 6, for microbatches of several kinds, so many of each."""
+    """The bound of rule 6, for microbatches of several kinds, so many of each."""
     paths, longest = [step for step, _ in steps], 0.0
     by_step = [(_held_on_rank(step), number) for step, number in steps]
     for rank, limit in enumerate(limits):

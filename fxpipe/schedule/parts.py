@@ -86,11 +86,13 @@ def _stage(each: Sequence[StageCost], handed: float) -> StageCost:
 
 def _both(one: Edge, other: Edge) -> Edge:
     """Two edges with the same ends: what they carry, in the time of the longer one."""
-    inter = [edge.inter_seconds for edge in (one, other) if edge.inter_seconds is not None]
+    # None stands for the seconds within a machine, which may be the longer ones.
+    inter = max(e.seconds if e.inter_seconds is None else e.inter_seconds for e in (one, other))
+    is_alike = one.inter_seconds is other.inter_seconds is None
     return replace(
         one,
         bytes=one.bytes + other.bytes,
         seconds=max(one.seconds, other.seconds),
-        inter_seconds=max(inter) if inter else None,
+        inter_seconds=None if is_alike else inter,
         exchange=max(one.exchange, other.exchange),
     )

@@ -36,7 +36,7 @@ def name_of(placement: tuple[int, ...], ranks: int) -> str:
 
 
 def stages_of(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Per rank its stages, in model order."""
+    """The stages of each rank, in model order."""
     stages: list[list[int]] = [[] for _ in range(max(placement) + 1)]
     for stage, rank in enumerate(placement):
         stages[rank].append(stage)

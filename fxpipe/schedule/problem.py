@@ -96,7 +96,7 @@ class Problem:
 
     @property
     def is_extended(self) -> bool:
-        """Are vocabulary stages or transfers added to an order of the model's stages?"""
+        """Whether vocabulary stages or transfers are added to an order of the model's stages."""
         return self.vocabulary is not None or self.offload is not None
 
     @cached_property
@@ -196,6 +196,7 @@ class Problem:
     @property
     def good_enough(self) -> float:
         """A search ends when the value is at most this."""
+        # A value is the objective and a tie break of at most so much of it.
         return self.bound * (1 + TIE_BREAK) * (1 + 1e-9)
 
     def excess_and_times(self, order: Order) -> tuple[float, float, float]:

@@ -20,8 +20,8 @@ class Units:
 #: The units of memory that users may write, with their bytes.
 BYTES = {"": 1, "B": 1} | {
     f"{letter}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, letter in enumerate("kMGT" if not infix else "KMGT", start=1)
+    for letters, infix, base in (("kMGT", "", 1000), ("KMGT", "i", 1024))
+    for power, letter in enumerate(letters, start=1)
 }
 
 

@@ -28,12 +28,11 @@ def some_stages(costs: Costs, first: int, last: int) -> Costs:
 def budget_for_model_stages(
     costs: Costs, vocabulary: Vocabulary, limits: Sequence[float]
 ) -> tuple[float, ...]:
-    """Per rank the memory left for the model's stages if the vocabulary stages hold one microbatch."""
-    reserved = [0.0] * len(limits)
-    count = len(costs.stages)
-    for stage in (*range(vocabulary.embedding_shards), *range(count - vocabulary.output_shards, count)):
-        rank = stage if stage < vocabulary.embedding_shards else stage - (count - vocabulary.output_shards)
-        reserved[rank] += max(costs.stages[stage].saved_activations, costs.stages[stage].saved_for_weight)
+    """The memory of each rank left for the model's stages if the vocabulary stages hold one microbatch."""
+    reserved, end = [0.0] * len(limits), len(costs.stages) - vocabulary.output_shards
+    for shards in (costs.stages[: vocabulary.embedding_shards], costs.stages[end:]):
+        for rank, cost in enumerate(shards):  # one a rank, if there are any
+            reserved[rank] += max(cost.saved_activations, cost.saved_for_weight)
     return tuple(limit - shards for limit, shards in zip(limits, reserved, strict=True))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import Lost, dims_of, is_pointwise, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.ops import SUM_OF_LANES
@@ -20,6 +22,7 @@ LOOKUPS = {aten.embedding.default}
 PICKS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 UNPICKS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+EACH, MEAN, SUM = 0, 1, 2  # reductions of a loss, as torch numbers them
 LINEAR = {  # in their first argument
     aten.mul.Tensor,
     aten.mul.Scalar,
@@ -147,6 +150,19 @@ def _is_of_logits(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
     """Whether an op goes along the vocabulary alone."""
     logits: fx.Node = node.args[0]  # type: ignore[assignment]
     return logits in axes and dims_of(node, logits.meta["val"].dim()) == {axes[logits]}
+
+
+def summands_of(total: fx.Node, among: Container[fx.Node] | None = None) -> list[fx.Node]:
+    """The summands of a sum of gradients, in order.  among: a sum of other values stays as it is."""
+    summands, todo = list[fx.Node](), [total]
+    while todo:
+        node = todo.pop()
+        is_sum = node.target is aten.add.Tensor and not node.kwargs
+        if is_sum and (among is None or all(x in among for x in node.args)):
+            todo += (node_arg(node, 1), node_arg(node, 0))
+        else:
+            summands.append(node)
+    return summands
 
 
 def whole(node: fx.Node) -> VocabularyError:

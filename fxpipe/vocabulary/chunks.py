@@ -30,13 +30,13 @@ from fxpipe.ir.builder import Builder, node_arg
 from fxpipe.ir.nodes import copy_graph, input_nodes, rename, take_name
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, node_bytes, set_outputs, storage_root
 from fxpipe.schedule.ops import Color, Phase
+from fxpipe.vocabulary.axes import MEAN
 from fxpipe.vocabulary.layers import picked_losses, projection_of
 from fxpipe.vocabulary.part_builder import PartBuilder
 from fxpipe.vocabulary.prepare import prepare_head
 from fxpipe.vocabulary.row_ops import RowOps, joined, refused
 
 aten = torch.ops.aten
-_MEAN = 1  # the reduction of a loss
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 #: The fewest tokens of a part that the planner takes: products of fewer rows run far below full rate.
@@ -305,7 +305,7 @@ class _Head:
 def _read(node: fx.Node) -> list[fx.Node]:
     """The operands of an op that it reads: the backward of a loss that is no mean reads no count."""
     inputs = input_nodes(node)
-    counts = node.target is aten.nll_loss_backward.default and node.args[4] != _MEAN
+    counts = node.target is aten.nll_loss_backward.default and node.args[4] != MEAN
     return [x for x in inputs if not counts or x is not node.args[6]]
 
 

@@ -14,7 +14,7 @@ from torch import fx
 from fxpipe.ir.builder import cast, node_arg
 from fxpipe.plan.tensors import accum_dtype
 from fxpipe.schedule.ops import Phase
-from fxpipe.vocabulary.axes import LINEAR, RESHAPES, UNPICKS, is_uniform, whole
+from fxpipe.vocabulary.axes import EACH, LINEAR, MEAN, RESHAPES, UNPICKS, is_uniform, whole
 from fxpipe.vocabulary.shard import Shard
 from fxpipe.vocabulary.softmax import Softmax
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LossGrad:
-    """Per token, with size one for the vocabulary; ``label`` goes with ``label_grad``."""
+    """The two parts, with size one for the vocabulary; ``label_grad`` goes to the entry of ``label``."""
 
     label_grad: fx.Node | None = None
     uniform_grad: fx.Node | None = None
@@ -71,6 +71,7 @@ class Gradients:
         if node not in self._shares:
             loss, total = node_arg(node, 1), self.total(node)
             build = self.shard.at(Phase.B, node.meta["origin"])
+            # exp(x - log-sum-exp) is exp(x - the shard's maximum), which is there, times this.
             below = build.call(aten.sub.Tensor, self.softmax.maxima[loss], self.softmax.logsums[loss])
             share = build.call(aten.mul.Tensor, build.call(aten.exp.default, below), total)
             self._shares[node] = build.call(aten.neg.default, share)
@@ -133,10 +134,11 @@ class Gradients:
         label = build.call(aten.unsqueeze.default, label, axis)
         build = self.shard.at(Phase.B, node.meta["origin"])
         value = build.call(aten.neg.default, above)
-        if reduction == 0:
+        if reduction == EACH:
             value = build.call(aten.unsqueeze.default, value, axis)
-        elif reduction == 1:
+        elif reduction == MEAN:
             value = build.call(aten.div.Tensor, value, number)
         counts = build.call(aten.ne.Scalar, label, ignored)
+        # Not a product with zero, as the number may be infinite or NaN where no label counts.
         value = build.call(aten.where.self, counts, value, build.call(aten.zeros_like.default, value))
         return LossGrad(label_grad=value, label=labels)

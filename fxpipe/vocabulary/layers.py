@@ -128,6 +128,7 @@ def _product_and_vectors(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         values = [n for n, root in roots.items() if not (_is_parameter(root) or is_of_batch(n))]
         if not values:
             break
+        # Of the values that an op takes beside parameters, the logits are the largest.
         node = max(values, key=_elements)
     if node.target not in _PROJECTIONS:
         raise _not_projected(loss, "they do not come from a matrix product of two dimensions (nn.Linear, @)")

@@ -22,7 +22,7 @@ from fxpipe.ir.builder import Builder, in_order, node_arg
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.nodes import take_name
 from fxpipe.ir.storage import call_nodes, drop_dead, place_of
-from fxpipe.vocabulary.axes import RESHAPES
+from fxpipe.vocabulary.axes import EACH, RESHAPES
 from fxpipe.vocabulary.part_builder import is_elementwise
 
 aten = torch.ops.aten
@@ -31,7 +31,6 @@ _ALONG = {  # a dimension, which they name
     aten.gather.default, aten.scatter_add.default, aten.unsqueeze.default, aten.squeeze.dim,
 }  # fmt: skip
 _SIZED = {aten.new_zeros.default, aten.expand.default}  # by their second argument
-_EACH = 0  # the reduction of a loss
 
 Nodes = tuple[fx.Node, ...]
 
@@ -197,7 +196,7 @@ class _WordsLast(_Layout):
         gradient, image, labels, *others = operands
         if self.logs_of(image) is None:
             return None
-        if others[1] == _EACH:
+        if others[1] == EACH:
             gradient = self.call(put, aten.reshape.default, gradient, [-1])
         of_tokens = self.of_tokens(put, image, labels)
         made = self.call(put, aten.nll_loss_backward.default, gradient, *of_tokens, *others)

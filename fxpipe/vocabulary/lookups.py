@@ -16,6 +16,8 @@ aten = torch.ops.aten
 class Lookups:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
+        # One copy of each value, else as many as there are ways to it: a hash reads each of its steps twice.
+        self._copies: dict[tuple[fx.Node, Phase], fx.Node] = {}
         shard.makers[aten.embedding_dense_backward.default] = self.gradient
 
     def part(self, node: fx.Node) -> fx.Node:
@@ -47,5 +49,8 @@ class Lookups:
         """Copies, for the lookups, of values computed from the batch alone."""
         if node.op != "call_function":
             return node
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._index(n, phase))
-        return self.shard.at(phase, node.meta["origin"], self.shard.lookup_stage).copy(node, args, kwargs)
+        if (node, phase) not in self._copies:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._index(n, phase))
+            build = self.shard.at(phase, node.meta["origin"], self.shard.lookup_stage)
+            self._copies[node, phase] = build.copy(node, args, kwargs)
+        return self._copies[node, phase]

@@ -30,7 +30,7 @@ from torch import fx
 from fxpipe.ir.builder import Builder, in_order, node_arg
 from fxpipe.ir.nodes import take_name
 from fxpipe.ir.storage import argument, call_nodes, drop_dead
-from fxpipe.vocabulary.axes import RESHAPES, entries, is_of_batch
+from fxpipe.vocabulary.axes import EACH, MEAN, RESHAPES, SUM, entries, is_of_batch
 
 aten = torch.ops.aten
 _SAME_ELEMENTS = RESHAPES | {
@@ -39,7 +39,6 @@ _SAME_ELEMENTS = RESHAPES | {
     aten.alias.default,
     aten.detach.default,
 }
-_EACH, _MEAN, _SUM = 0, 1, 2  # reductions of a loss
 #: No label: each of them is to be an index, as in the op that is replaced.
 _IGNORED = -(1 << 62)
 
@@ -113,21 +112,21 @@ def means_as_sums(graph: fx.Graph) -> None:
     """Write all means of tokens' losses, without weights of classes, as sums."""
     for loss in graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
         _, labels, weights, reduction, ignored = loss.args
-        if reduction != _MEAN or weights is not None:
+        if reduction != MEAN or weights is not None:
             continue
         build = Builder(graph)
         build.origin = loss.meta["origin"]
         counted = build.call(aten.sum.default, build.call(aten.ne.Scalar, labels, ignored))
         number = build.call(aten._to_copy.default, counted, dtype=loss.meta["val"][0].dtype)
-        loss.args = (*loss.args[:3], _SUM, ignored)
+        loss.args = (*loss.args[:3], SUM, ignored)
         for total in [user for user in loss.users if user.args[1] == 0]:
             mean = build.call(aten.div.Tensor, total, number)
             total.replace_all_uses_with(mean, delete_user_cb=lambda user, mean=mean: user is not mean)
         for below in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
-            if below.args[2:6] == (labels, weights, _MEAN, ignored) and below.args[6] in loss.users:
+            if below.args[2:6] == (labels, weights, MEAN, ignored) and below.args[6] in loss.users:
                 build.origin = below.meta["origin"]
                 above = build.call(aten.div.Tensor, below.args[0], number)
-                below.args = (above, *below.args[1:4], _SUM, *below.args[5:])
+                below.args = (above, *below.args[1:4], SUM, *below.args[5:])
     in_order(graph)
 
 
@@ -141,7 +140,7 @@ def _write(pick: fx.Node, logs: fx.Node, labels: fx.Node) -> None:
         return value if before == after else build.call(aten.reshape.default, value, after)
 
     build.origin = pick.meta["origin"]
-    settings = (viewed(logs, [tokens, shape[-1]]), viewed(labels, [tokens]), None, _EACH, _IGNORED)
+    settings = (viewed(logs, [tokens, shape[-1]]), viewed(labels, [tokens]), None, EACH, _IGNORED)
     loss = build.call(aten.nll_loss_forward.default, *settings)
     each, count = (build.call(operator.getitem, loss, item) for item in (0, 1))
     for put in [node for node in call_nodes(pick.graph) if _is_backward(node, pick)]:

@@ -31,8 +31,8 @@ class PartBuilder(Builder):
         number: int,
         begin: int,
         end: int,
-        color: Color | None = None,
-        with_gradient: bool = True,
+        color: Color | None,
+        with_gradient: bool,
     ) -> None:
         super().__init__(graph)
         self.number, self.begin, self.end, self.color = number, begin, end, color

@@ -86,6 +86,7 @@ class OneBarrier:
 
     def _find_way(self) -> set[fx.Node]:
         """Gradients of log-softmaxes, and the values made of them that have a vocabulary dimension."""
+        # In the graph's order, so that what a value is made of is there before it.
         way: set[fx.Node] = set()
         for node in self.axes:
             if node in self.starts or any(n in way for n in node.all_input_nodes):
@@ -240,7 +241,7 @@ class OneBarrier:
 
 
 def _scales(node: fx.Node) -> bool:
-    """Does the op change each element by itself, rather than move it?"""
+    """Whether the op changes each element by itself, rather than moves it."""
     return node.target in LINEAR or is_pointwise(node)
 
 

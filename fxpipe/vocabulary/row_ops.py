@@ -16,7 +16,7 @@ from fxpipe.ir.builder import Builder, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.nodes import input_nodes
 from fxpipe.ir.storage import place_of
-from fxpipe.vocabulary.axes import RESHAPES
+from fxpipe.vocabulary.axes import EACH, MEAN, RESHAPES, SUM
 from fxpipe.vocabulary.part_builder import PartBuilder, Shape, is_elementwise
 
 aten = torch.ops.aten
@@ -29,7 +29,6 @@ _ALONG = {  # the words, or, as sums, the tokens
     aten.mean.dim, aten.slice.Tensor, aten.sum.dim_IntList,
 }  # fmt: skip
 _AT_INDEX = {aten.gather.default, aten.scatter_add.default}
-_EACH, _MEAN, _SUM = 0, 1, 2  # reductions of a loss
 
 Part = Callable[[PartBuilder, Mapping[fx.Node, fx.Node]], fx.Node]
 """Makes an op on the tokens of a part.  The mapping has what the ops of the head before it give there."""
@@ -91,12 +90,12 @@ class RowOps:
         args: tuple[Any, ...] = node.args
         if target is aten.mm.default:
             return self._product(node)
-        if target is aten.nll_loss_forward.default and args[3] in (_SUM, _EACH):
+        if target is aten.nll_loss_forward.default and args[3] in (SUM, EACH):
             logs, labels, *others = args
             return self._with(
                 node, (), lambda build, here: build.like(node, here[logs], build.rows(labels, 0), *others)
             )
-        if target is aten.nll_loss_forward.default and args[3] == _MEAN:
+        if target is aten.nll_loss_forward.default and args[3] == MEAN:
             raise refused(node, "divides by the weights of the labels of all tokens")
         if target is aten.nll_loss_backward.default and args[1] in self.tails:
             return self._unpicked(node)
@@ -120,6 +119,7 @@ class RowOps:
         if target in _AT_INDEX:
             return self._at_index(node)
         if target in (aten.sum.default, aten.mean.default):
+            # A mean of parts, which may differ in length, is no mean of all: each part gives its sum.
             over = source.meta["val"].numel() if target is aten.mean.default else 1
             dtype = dict(node.kwargs)
             return self._total(
@@ -144,6 +144,7 @@ class RowOps:
         left, right = node_arg(node, 0), node_arg(node, 1)
         if left in self.tails and right in self.tails:
             return None
+        # The columns of the left matrix are tokens: a sum over them.
         if left not in self.tails:
             if self.tails[right] is None:
                 return None
@@ -160,7 +161,7 @@ class RowOps:
     def _unpicked(self, node: fx.Node) -> Part:
         args: tuple[Any, ...] = node.args
         gradient, logs, labels, *others, count = args
-        each = others[1] == _EACH
+        each = others[1] == EACH
 
         def part(build: PartBuilder, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
             above = here.get(gradient) or (build.rows(gradient, 0) if each else gradient)
@@ -205,7 +206,7 @@ class RowOps:
         """Take an item of a loss: that of each token, or a sum."""
         pick = node_arg(node, 0)
         part: Part = lambda build, here: build.like(node, here[pick], node.args[1])  # noqa: E731
-        is_each = node.args[1] == 0 and pick.args[3] == _EACH
+        is_each = node.args[1] == 0 and pick.args[3] == EACH
         return self._with(node, (), part) if is_each else self._total(node, 1, part)
 
     def _shaped(self, node: fx.Node) -> Part | None:

@@ -84,7 +84,7 @@ class Shard:
         return self._locals[node]
 
     def _is_of_table(self, node: fx.Node) -> bool:
-        """Is it a table, or made of one alone, so that it is there from the start?"""
+        """Whether a value is a table, or made of one alone, so that it is there from the start."""
         return node in self.layers.tables or (
             node in self.layers.axes and all(map(self._is_of_table, node.all_input_nodes))
         )

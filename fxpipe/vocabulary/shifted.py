@@ -19,7 +19,7 @@ from torch import fx
 from fxpipe.ir.builder import Builder, in_order, node_arg
 from fxpipe.ir.nodes import rename, take_name
 from fxpipe.ir.storage import argument, drop_dead
-from fxpipe.vocabulary.axes import RESHAPES
+from fxpipe.vocabulary.axes import RESHAPES, summands_of
 from fxpipe.vocabulary.part_builder import is_elementwise
 
 aten = torch.ops.aten
@@ -81,11 +81,12 @@ class _Shifted:
         alike = [node for node in of_slices if node.meta["val"].shape == logits.meta["val"].shape]
         puts = [node for node in alike if _rows(node) in self.choices]
         for total in dict.fromkeys(map(_sum_with, puts)):
-            summands = _summands(total)
+            summands = summands_of(total)
             if {*summands} <= {*puts}:
                 self.puts, self.backward = _by_rows(summands), [total]
                 if self._leads_to_ends():
                     return True
+        # A gradient that is made in another way would be of logits that nobody makes any more.
         self.puts, self.backward = {}, []
         return not puts
 
@@ -110,6 +111,7 @@ class _Shifted:
                 self._make_gradients(self.puts[rows], choices[0], parts)
         for end, summands in parts.items():
             total = summands[0]
+            # A transposed gradient is read by products alone, each of which has summands of its own.
             for summand in summands[1:] if end.target is not aten.t.default else ():
                 self.build.origin = end.meta["origin"]
                 total = self.build.call(aten.add.Tensor, total, summand)
@@ -188,15 +190,12 @@ def _rows(node: fx.Node) -> tuple[int, range]:
 
 def _sum_with(summand: fx.Node) -> fx.Node:
     """The sum of gradients of one value that a gradient is part of."""
-    users = list(summand.users)
-    is_part = len(users) == 1 and users[0].target is aten.add.Tensor and not users[0].kwargs
-    return _sum_with(users[0]) if is_part else summand
-
-
-def _summands(total: fx.Node) -> list[fx.Node]:
-    if total.target is not aten.add.Tensor or total.kwargs:
-        return [total]
-    return [summand for k in (0, 1) for summand in _summands(node_arg(total, k))]
+    while len(summand.users) == 1:
+        (user,) = summand.users
+        if user.target is not aten.add.Tensor or user.kwargs:
+            break
+        summand = user
+    return summand
 
 
 def _is_of_rows(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch import fx
 from fxpipe.ir.builder import Builder, cast, node_arg
 from fxpipe.plan.tensors import accum_dtype
 from fxpipe.schedule.ops import Phase
-from fxpipe.vocabulary.axes import RESHAPES, whole
+from fxpipe.vocabulary.axes import EACH, MEAN, RESHAPES, whole
 from fxpipe.vocabulary.shard import Shard
 
 aten = torch.ops.aten
@@ -102,6 +102,7 @@ class Softmax:
         build = self.shard.at(Phase.B, self.layers.losses[0].meta["origin"])
         table, position = build.call(aten.stack.default, statistics), 0
 
+        # Parts come in the order in which ``statistics`` has put them there.
         def take(node: fx.Node) -> fx.Node:
             nonlocal position
             shape = list(node.meta["val"].shape)
@@ -198,9 +199,9 @@ class Softmax:
         # Not a product with zero: the entry of an ignored label may be infinite.
         each = build.call(aten.where.self, counts, each, build.call(aten.zeros_like.default, each))
         count = cast(build, build.call(aten.sum.default, counts), each.meta["val"].dtype)
-        if reduction:
+        if reduction != EACH:
             each = build.call(aten.sum.default, each)
-        if reduction == 1:
+        if reduction == MEAN:
             each = build.call(aten.div.Tensor, each, count)
         return cast(build, each, dtype), cast(build, count, dtype)
 

@@ -27,6 +27,7 @@ from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, set_outputs
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.vocabulary.axes import summands_of
 from fxpipe.vocabulary.gradients import Gradients
 from fxpipe.vocabulary.layers import VocabularyLayers, find_layers
 from fxpipe.vocabulary.lookups import Lookups
@@ -160,7 +161,7 @@ def _set_outputs(graph: fx.Graph, layers: VocabularyLayers, parts: list[_Part]) 
         if name not in tables:
             grads[name] = summands
             continue
-        leaves = [leaf for summand in summands for leaf in _leaves(summand, layers)]
+        leaves = [leaf for summand in summands for leaf in summands_of(summand, layers.axes)]
         for part in parts:
             part.shard.phase = Phase.W
             # Each rank trains its own rows, as a parameter of its own.
@@ -173,10 +174,3 @@ def _set_outputs(graph: fx.Graph, layers: VocabularyLayers, parts: list[_Part]) 
         grads=grads,
     )
     last.give_the_rest()
-
-
-def _leaves(node: fx.Node, layers: VocabularyLayers) -> list[fx.Node]:
-    """The summands of a sum of gradients of a table."""
-    if node.target is aten.add.Tensor and not node.kwargs and all(n in layers.axes for n in node.args):
-        return [leaf for k in (0, 1) for leaf in _leaves(node_arg(node, k), layers)]
-    return [node]

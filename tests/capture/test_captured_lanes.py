@@ -26,7 +26,7 @@ import fxpipe.cost.profile
 from fxpipe.certificate.check import check_artifact
 from fxpipe.cost.devices.describe import described_here
 from fxpipe.cost.devices.known_devices import device_named
-from fxpipe.cost.nodes import node_cost
+from fxpipe.cost.nodes import node_seconds
 from fxpipe.errors import CaptureError, RunError
 from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.storage import call_nodes
@@ -110,7 +110,7 @@ def test_an_op_between_lanes_takes_the_time_of_its_link(mesh):
     node = next(n for n in call_nodes(pipe.graph) if n.target is torch.ops.lanes.all_reduce.default)
     device = device_named("H100 SXM")
     sent = 2 * (1 / 2) * node.meta["val"].nbytes  # a half to the other lane, twice
-    assert node_cost(node, device).seconds == device.intra.seconds(sent)
+    assert node_seconds(node, device) == device.intra.seconds(sent)
 
 
 def test_what_lanes_compute_with_their_number_is_one_program(mesh):
@@ -207,7 +207,7 @@ def test_measured_costs_have_the_time_of_the_link(mesh, monkeypatch):
     for node in call_nodes(pipe.graph):
         if is_between_lanes(node.target):
             color = node.meta["color"]
-            between[color] = between.get(color, 0.0) + node_cost(node, device).seconds
+            between[color] = between.get(color, 0.0) + node_seconds(node, device)
     assert len({color.phase for color in between}) == len(Phase)
     for stage, cost in enumerate(pipe.plan.costs.stages):
         for phase, found in zip(Phase, (cost.forward, cost.backward, cost.weight), strict=True):

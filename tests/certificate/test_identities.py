@@ -9,6 +9,7 @@ from fxpipe.certificate.programs.calls import keyed_term, op_term
 from fxpipe.certificate.terms.identities import RULES
 from fxpipe.certificate.terms.layouts import Unknown, layout_of
 from fxpipe.certificate.terms.schemas import schema_of
+from fxpipe.certificate.terms.sums import leaves
 from fxpipe.certificate.terms.terms import Layout, Terms
 
 aten = torch.ops.aten
@@ -183,3 +184,12 @@ def test_random_zeros_and_ones_are_what_their_truth_values_say(op, between, back
         return op_term(terms, schema, schema.bind([term], {"dtype": dtype}))
 
     assert (cast(cast(drawn, between), back) is drawn) is holds
+
+
+def test_a_weight_of_a_loop_may_have_more_summands_than_python_has_frames():
+    terms, layout, total = Terms(RULES), Layout((4,), FLOAT), None
+    parts = [terms.input("batch", f"part{k}", layout, True) for k in range(2000)]
+    for part in parts:
+        total = part if total is None else terms.make("aten.add", {"self": total, "other": part})
+        total.layout = layout
+    assert sorted(each.name for each in leaves(terms, total)) == sorted(part.name for part in parts)

@@ -19,7 +19,7 @@ from fxpipe.cost.calibration.background_load import busy_threads
 from fxpipe.cost.devices.device_file import read_device, write_device
 from fxpipe.cost.devices.known_devices import CPU, device_named, is_cpu, tier_of
 from fxpipe.cost.kinds import COMPUTING, MOVING, kind_of
-from fxpipe.cost.nodes import node_cost
+from fxpipe.cost.nodes import node_seconds
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import call_nodes
@@ -83,8 +83,8 @@ def test_attention_on_a_cpu_has_flops():
 def test_a_calibrated_device_costs_ops_by_their_curves(file):
     device = device_named(str(file))
     graph = make_fx(lambda x: (x @ x.t()).tanh())(torch.randn(64, 64)).graph
-    assert [node_cost(node, device).seconds for node in call_nodes(graph)] == [3, 2 * 64**3, 3]
-    assert [node_cost(node, CPU).seconds > 0 for node in call_nodes(graph)] == [False, True, True]
+    assert [node_seconds(node, device) for node in call_nodes(graph)] == [3, 2 * 64**3, 3]
+    assert [node_seconds(node, CPU) > 0 for node in call_nodes(graph)] == [False, True, True]
 
 
 class Net(nn.Module):

@@ -20,7 +20,7 @@ from fxpipe.cost.devices.known_devices import (
     is_device_name,
     reported_device,
 )
-from fxpipe.cost.nodes import node_cost
+from fxpipe.cost.nodes import node_seconds
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.compat import make_fx
 from fxpipe.ir.storage import call_nodes
@@ -207,15 +207,32 @@ def test_float32_follows_the_settings_of_tf32():
 
 
 @pytest.mark.usefixtures("_settings")
+@pytest.mark.parametrize("arithmetic", ["tf32", "float32"])
+def test_a_calibration_measures_convolutions_in_its_arithmetic_too(arithmetic, monkeypatch):
+    """TF32 is the default of convolutions alone."""
+    timed = []
+
+    def seconds(op, device, **options):
+        timed.append({name: arithmetic_of(node) for name, node in products(torch.float32).items()})
+        return 1.0
+
+    monkeypatch.setattr(calibrate, "median_seconds", seconds)
+    calibrate.product_rate(torch.device("cpu"), arithmetic)
+    assert timed == [{"product": arithmetic, "convolution": arithmetic}]
+    nodes = products(torch.float32)
+    assert [arithmetic_of(nodes[name]) for name in ("product", "convolution")] == ["float32", "tf32"]
+
+
+@pytest.mark.usefixtures("_settings")
 def test_the_time_of_a_product_by_the_setting():
     device = replace(device_named("H100"), launch=0.0, memory_bandwidth=1e30)
     node = products(torch.float32)["product"]
-    slow = node_cost(node, device).seconds
+    slow = node_seconds(node, device)
     assert slow == pytest.approx(2 * 64**3 / (0.7 * 67e12))
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert slow / node_cost(node, device).seconds == pytest.approx(494.7 / 67)
+    assert slow / node_seconds(node, device) == pytest.approx(494.7 / 67)
     without = replace(device_named("MI300X"), launch=0.0, memory_bandwidth=1e30)  # no TF32
-    assert node_cost(node, without).seconds == 2 * 64**3 / without.flops["float32"]
+    assert node_seconds(node, without) == 2 * 64**3 / without.flops["float32"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

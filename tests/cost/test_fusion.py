@@ -40,6 +40,20 @@ def test_a_chain_between_two_products_is_one_kernel():
     assert kernel.bytes_moved() == 2 * FLOATS
 
 
+@pytest.mark.slow
+def test_many_ways_from_a_norm_are_followed_once():
+    """Through x * sigmoid(x) there are two, and so 2 ** 600 through all of these."""
+
+    def step(x):
+        x = nn.functional.layer_norm(x, (WIDTH,))
+        for _ in range(600):
+            x = x * x.sigmoid()
+        return x
+
+    _, (kernel,) = found(step, rows())
+    assert kernel.bytes_moved() == 2 * FLOATS
+
+
 def test_views_and_casts_are_in_it():
     def step(x):
         return x.double().view(WIDTH, ROWS).t().sin().float()

@@ -19,6 +19,7 @@ from fxpipe.cost.nodes import is_free
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import OptionError, ScheduleError, SizeError
 from fxpipe.ir.storage import is_view
+from fxpipe.plan.work import PlanWork, Rates, StageWork, Work
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.engine.arrays import schedule_arrays
@@ -43,6 +44,21 @@ def test_an_edge_takes_the_time_of_its_link():
     assert messages(costs, (0, 2, 4, 5)) == [2.0] * 4 + [0.25] * 2
     assert messages(replace(costs, ranks_per_machine=None), (0, 1, 2, 3)) == [0.25] * 6
     assert messages(chain([STAGE] * 2, 0.25, ranks_per_machine=1), (0, 1)) == [0.25] * 2  # as in older files
+
+
+def test_what_lanes_exchange_grows_with_the_lengths():
+    """An edge of 16 bytes at the example's length, of which 8 more are held until all is there."""
+    rates = Rates(
+        memory=1e9, link=1e9, launch=0, latency=0, stage_overhead=0, inter_link=1e9, inter_latency=0
+    )
+    op = Work(1, ((1, 1, 1),), ((1, 1, 1),), 1e9, "float32", "move")
+    stage = StageWork((op,), (), (), ((1, 1, 1),), ())
+    work = PlanWork({"sequence": 8}, (stage, stage), (((2, 1, 1),),), rates)
+    edge = Edge(Color(0, Phase.F), Color(1, Phase.F), 24.0, exchange=3.0)
+    costs = Costs((StageCost(1, 0, 0, 8),) * 2, (edge,))
+    for sizes, (held, seconds) in (({}, (24.0, 3.0)), ({"sequence": 16}, (48.0, 6.0))):
+        (there,) = work.costs(costs, sizes).edges
+        assert (there.bytes, there.exchange) == (held, seconds)
 
 
 def test_simulated():

@@ -14,7 +14,7 @@ from zoo import CASES, Chain, captured_once, numbers
 import fxpipe
 from fxpipe.api.views import Stage
 from fxpipe.cost.devices.known_devices import CPU
-from fxpipe.cost.nodes import node_cost
+from fxpipe.cost.nodes import node_seconds
 from fxpipe.errors import PartitionError
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.ops import Phase
@@ -56,7 +56,7 @@ def costs_in_order(pipe: fxpipe.Pipeline) -> tuple[list[float], list[str]]:
         # A sum of gradients differentiates nothing; it runs when its last summand is there.
         inputs = [place[n] for n in node.all_input_nodes if n in place and n.meta["origin"].backward]
         place[node] = order.get(node.meta["origin"].seq, min(inputs, default=len(order) - 1))
-        seconds[place[node]] += node_cost(node, CPU).seconds
+        seconds[place[node]] += node_seconds(node, CPU)
     return seconds, [paths[seq] for seq in order]
 
 

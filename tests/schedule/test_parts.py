@@ -55,6 +55,15 @@ def test_the_costs_of_joined_parts():
     assert joined.exchanges == (Exchange(3, 30, True), Exchange(12, 120, True))
 
 
+def test_joined_messages_take_the_longest_between_machines_too():
+    """A message without seconds of its own between machines takes those within one there."""
+    ends = [(Color(source, Phase.F), Color(target, Phase.F)) for source, target in ((0, 2), (1, 3))]
+    for times in ([(5.0, None), (1.0, 2.0)], [(1.0, 2.0), (5.0, None)]):
+        edges = tuple(Edge(*each, 8.0, *seconds) for each, seconds in zip(ends, times, strict=True))
+        (joined,) = joined_costs(Costs((StageCost(1, 1, 1),) * 4, edges), (2, 2)).edges
+        assert (joined.bytes, joined.seconds, joined.inter_seconds) == (16.0, 5.0, 5.0)
+
+
 def test_an_op_is_those_of_its_parts():
     ops = parse_order("F0.0 BW0.0\nF1.0 B1.0 W1.0")
     whole = order_text(ops_of_parts(ops, (2, 3), costs_of((2, 3), 0.0)))

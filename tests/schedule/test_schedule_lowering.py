@@ -3,11 +3,12 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
+from fxpipe.schedule.bucket_use import BucketUse, once
 from fxpipe.schedule.costs import Edge, StageCost, chain
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import Collective, CollectiveKind, Message, PostRecv, Wait
-from fxpipe.schedule.lowering.lower import lower
-from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
+from fxpipe.schedule.lowering.lower import lower, with_gradients
+from fxpipe.schedule.ops import Color, Phase, Schedule, parse_ops, parse_order
 from fxpipe.schedule.vocabulary_costs import with_output_shards
 
 F, B, W = Phase.F, Phase.B, Phase.W
@@ -60,6 +61,15 @@ def test_receives_are_posted_one_compute_ahead():
         "compute W1.1",
     ]
     prove(programs, schedule.placement)
+
+
+def test_a_step_waits_for_sums_where_something_is_summed():
+    program = lower(hand("F0.0 BW0.0", (0,)), ())
+    forward, backward = parse_ops("F0.0 BW0.0")
+    frozen = BucketUse(((forward, backward),), ())
+    assert text(with_gradients(program, [[frozen]], [], False)[0])[-1] == "compute BW0.0"
+    summed = text(with_gradients(program, [[frozen, once(None, backward)]], [], False)[0])
+    assert summed[-2:] == ["sum over the replicas bucket 1", "wait for the sums over the replicas"]
 
 
 def test_edges_within_a_rank_are_no_messages():

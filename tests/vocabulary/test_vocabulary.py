@@ -301,6 +301,21 @@ def looked_up_again() -> Case:
     return Case(lambda: LookedUpAgain(flat).double(), batch)
 
 
+class Hashed(Words):
+    """Looks up hashes of its ids, of many rounds."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        for _ in range(25):
+            ids = ids ^ (ids >> 1)
+        return super().forward(ids % WORDS, labels)
+
+
+def test_ids_with_many_ways_to_them() -> None:
+    """Each round of a hash reads the one before twice; its copy for the lookup does so as well."""
+    case = Case(lambda: Hashed(flat).double(), batch)
+    agrees(case, spread(case, 2, "1f1b", "1-barrier"), 1e-10)
+
+
 class Overflowing(Words):
     """A word whose hidden state becomes NaN, and a row of the table that is infinite."""
 

@@ -119,6 +119,7 @@ class Calls:
         memory = self._memory(schema, arguments, term)
         if schema.results == 1:
             return Value(term, 0, memory or Memory(root=term))
+        # 2 may stand for a list, whose length no schema says.
         number = schema.results if schema.results > 2 else results_of(self.terms, term)
         if schema.results == 0 and not schema.written:
             raise Rejected(self.line(), f"calls {schema.name}, which gives nothing")
@@ -180,12 +181,13 @@ class Calls:
             self.note(f"writes to {target.term}, which is {memory.keeper}")
         if overlaps(self.terms, target.term, memory.root):
             self.note(f"writes to {target.term}, several of whose elements are one in memory")
+        # Values that have read it before are stale from here on.
         memory.version += 1
         memory.written = str(self.line())
         return memory
 
     def _end(self, begun: object) -> None:
-        """Only the memory that a begin has given is filled, and once: no copy of it, here or elsewhere."""
+        """End an exchange: only the memory that its begin has given is filled, once, and no copy of it."""
         if not isinstance(begun, Value) or begun.memory.keeper != ON_ITS_WAY:
             raise Rejected(self.line(), "ends an exchange of what is not on its way between lanes")
         begun.memory.version += 1
@@ -199,6 +201,7 @@ class Calls:
         if schema.name in ("aten.t", "aten.transpose"):
             return Sum(total.name, not total.transposed)
         sums = [value for value in arguments.values() if isinstance(value, Sum)]
+        # ``read`` refuses these: an op may add to an accumulator, but not read it.
         if not schema.written or not isinstance(arguments.get(schema.written[0]), Sum):
             return self.read(total)
         if len({(value.name, value.transposed) for value in sums}) > 1:
@@ -216,6 +219,7 @@ class Calls:
         match schema.name:
             case "aten.add" if terms.keys() == {"other"} and isinstance(terms["other"], Term):
                 return terms["other"]
+            # Without ``beta`` and ``alpha``, which would scale the sum or the summand.
             case "aten.addmm" if terms.keys() <= {"mat1", "mat2", "out_dtype"} and schema.written:
                 wide = {"out_dtype": canonical(terms["out_dtype"])} if "out_dtype" in terms else {}
                 return make("aten.mm", {"self": terms["mat1"], "mat2": terms["mat2"], **wide})
@@ -227,7 +231,7 @@ class Calls:
         )
 
     def _each(self, arguments: Named) -> None:
-        """``_foreach_add_``: to each accumulator its summand."""
+        """Add to each accumulator its summand, as ``_foreach_add_`` does."""
         if arguments.keys() != {"self", "other"} or len(arguments["self"]) != len(arguments["other"]):
             raise Rejected(self.line(), "adds lists of different lengths, or a multiple")
         for total, part in zip(arguments["self"], arguments["other"], strict=True):
@@ -243,6 +247,7 @@ def op_term(terms: Terms, schema: Schema, arguments: Named) -> Term:
     """The term of an op on terms and plain arguments.  Raises Unknown where it cannot be."""
 
     def as_tensor(value: object, dtype: torch.dtype, is_alone: bool) -> Term:
+        # Beside a tensor it promotes as a number does; alone it is a tensor of its own dtype.
         if not is_alone:
             return terms.number(value, dtype)
         term = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})

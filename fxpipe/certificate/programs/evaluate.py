@@ -120,6 +120,7 @@ class Evaluator:
                 raise TypeError("expect stands in a function, which runs for each microbatch")
             calls.effects.checked.append(Checked(calls.read(value), canonical(list(says))))
 
+        # ``lanes`` and ``inductor``, which programs import too, are no values: the parser knows them.
         self.imported = {"keyed": keyed, "expect": expect, "within": _within}
 
     def step(self, rt: object, batch: object) -> object:

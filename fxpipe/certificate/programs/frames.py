@@ -32,6 +32,7 @@ class Frame:
         while frame is not None:
             if name in frame.values:
                 return frame.values[name]
+            # As in Python, a name that a function assigns anywhere is its own, also before it has a value.
             if name in frame.local and frame.around is not None:
                 raise Unbound(name, frame is not self)
             frame = frame.around

@@ -83,8 +83,10 @@ class Sections:
         match argument:
             case Value():
                 memory = argument.memory
+                # Numbered as they are met: which arguments share memory is part of the form.
                 number, version = inputs.memories.setdefault(memory, len(inputs.memories)), memory.version
                 term = self._own_term(argument, inputs.microbatch)
+                # The difference of the versions: how stale it is, however often others wrote before.
                 return term, number, argument.version - version, memory.keeper, memory.root
             case Leaves():
                 return (
@@ -103,6 +105,7 @@ class Sections:
             case Within():
                 return "within", argument.container.kind, argument.module
             case list():
+                # A list that stands in two places is one: what is popped from it is gone from both.
                 known = [k for k, each in enumerate(inputs.lists) if each is argument]
                 if known:
                     return "list", known[0]
@@ -136,6 +139,7 @@ class Sections:
         form: object,
     ) -> Summary:
         """Run the function on copies of its arguments."""
+        # Memories of their own, whose versions count the writes of this call alone.
         memories = {memory: Memory(memory.keeper, root=memory.root) for memory in inputs.memories}
         for old, new in memories.items():
             new.written = old.written
@@ -197,6 +201,7 @@ def _microbatch(args: Sequence[object]) -> int | None:
             todo.append(each.value)
         elif isinstance(each, Value | Leaves | Length) and each.microbatch is not None:
             count[each.microbatch] += 1
+    # One argument of another microbatch, by mistake, is then the one that is marked as shifted.
     return count.most_common(1)[0][0] if count else None
 
 

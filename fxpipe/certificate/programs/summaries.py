@@ -104,6 +104,7 @@ class AsLeaves:
                 if place is None:
                     self._new -= 1
                     place = self._places[memory] = self._new
+                # What ``rt`` keeps, as a parameter, is no memory of the section.
                 is_new, made_for = place < 0 and memory.keeper in ("", ON_ITS_WAY), memory.root or result.term
                 # What is on its way is there with what this lane gives.
                 values = (made_for, made_for["x"]) if memory.keeper == ON_ITS_WAY else (made_for,)

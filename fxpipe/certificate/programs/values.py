@@ -44,12 +44,13 @@ class Memory:
             self.used = len(self.log.ops)
 
     def count_from_now(self) -> None:
-        """Not before: until now it was a part of a collective that had not begun."""
+        """Count from here on: until now it was a part of a collective that had not begun."""
         if self.log is not None:
             self.log.changes[self.since] -= self.bytes
             self.since = len(self.log.ops)
             self.log.changes[self.since] += self.bytes
 
+    # By reference counts: it goes when the last variable of the program that refers to it goes.
     def __del__(self) -> None:
         if self.log is not None:
             self.log.changes[len(self.log.ops)] -= self.bytes
@@ -97,7 +98,7 @@ class OpLog:
 
     @property
     def peak(self) -> tuple[int, str]:
-        """The most bytes, and the op before which they are log."""
+        """The most bytes, and the op before which they are held."""
         now, most = 0, (0, "")
         for number, op in enumerate(self.ops):
             now += self.changes[number]
@@ -232,7 +233,7 @@ class Pending:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Within:
-    """Of a container, the values of a module by their names within it."""
+    """The values of a module in a container, by their names within the module."""
 
     container: Container
     module: str

@@ -29,6 +29,7 @@ class Inputs:
     sections: Sections
     log: OpLog
     versions: Counter[str] = field(default_factory=Counter)
+    # It is known by identity: microbatches of anything else are refused.
     batch: object = field(default_factory=object)
     reads_parameters: bool = False
     _buffers: dict[str, Value] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Inputs:
     def _input(self, kind: str, name: str, known: tuple[str, ...]) -> Value:
         if name not in known:
             raise Rejected(self.line, f"reads the {kind} {name!r}, which this rank does not hold")
+        # A memory for each read: none may be written to, so nobody sees that they are one.
         return Value(self.reference.input(kind, name), None, Memory(f"a {kind}"))
 
     def buffer(self, name: str) -> Value:
@@ -126,6 +128,7 @@ class Inputs:
     def layouts(self, messages: Called) -> list[dict[object, Announced]]:
         """What ``messages`` gives for the lengths of each microbatch."""
         values = [each.example for each in self.plan.step.lengths]
+        # Once: in a check all microbatches have the example's lengths.
         layouts = messages.run(*values)
         if not isinstance(layouts, dict):
             raise Rejected(self.line, "has messages that are no dict of layouts")

@@ -45,7 +45,7 @@ def planned_ops(plan: Plan, rank: int) -> list[str]:
 
 
 def _takes_time(plan: Plan, op: Op) -> bool:
-    """Not an op without code, as the backward of tokens is."""
+    """Whether an op has code: the backward of tokens, say, has none."""
     cost = plan.costs.stages[op.stage]
     seconds = {Phase.F: cost.forward, Phase.B: cost.backward, Phase.W: cost.weight}
     return any(seconds[phase] for phase in PHASES[op.kind])

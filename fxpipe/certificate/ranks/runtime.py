@@ -197,6 +197,7 @@ class TermRuntime(Traffic):
             key = self.world.next_key("to", first, self.rank)
             self.totals[name] = self._sum_of(name, key, first)
             return
+        # The same sum, rounded otherwise.
         if [*ranks] != sorted(ranks):
             text = f"adds up the gradient of {name} over ranks in another order than theirs"
             self.log.otherwise[text] = line.number

@@ -113,19 +113,19 @@ class Traffic(Inputs):
         return values
 
     def _arrived(self, key: Key, layout: object, pending: Pending) -> Value:
-        line = self.line
-        if key[0] != COLLECTIVE:
+        line, is_shared = self.line, key[0] == COLLECTIVE
+        if is_shared:
+            what = f"collective {key[2]} of group {key[1]}, from rank {key[3]}"
+            message = self.world.look(key, self.rank, line, what)
+        else:
             posted = f", asked for in line {pending.line.number}" if pending.line != line else ""
             what = f"message {key[2]} of rank {key[0]}{posted}"
             message = self.world.take(key, self.rank, line, what)
-        else:
-            what = f"collective {key[2]} of group {key[1]}, from rank {key[3]}"
-            message = self.world.look(key, self.rank, line, what)
-        is_shared = key[0] == COLLECTIVE  # each rank has a name of its own for its part
         value = message.content
         if not isinstance(value, Value):
             text = f"expects {layout}, and {message.line} sends a gradient for its sum"
             raise Rejected(line, text, ORDER)
+        # Each rank has a name of its own for its part of a collective.
         is_named = is_shared or _name(message.layout) == _name(layout)
         if message.layout != layout or not is_named:
             text = f"expects {layout}, and {message.line} sends {message.layout}"
@@ -254,7 +254,7 @@ class Traffic(Inputs):
 
 
 def _of_root(verb: str, root: int) -> str:
-    """``root``: -1 for a collective that all ranks get."""
+    """Name a collective in messages.  root: -1 where all ranks get the result."""
     return f"{'an' if verb[0] in 'aeiou' else 'a'} {verb}" + (f" of rank {root}" if root >= 0 else "")
 
 

@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """Of a rank for the message with a key, at a line; ``what``: the message as text."""
+    """A rank's wait for the message with a key, at a line; ``what``: the message as text."""
 
     key: Key
     line: Line
@@ -66,6 +66,7 @@ class World:
         """Wait for a message."""
         if key not in self.sent:
             self._waits[rank] = _Wait(key, line, what)
+            # The others run now; it goes on when the message is there (``_take_turns``).
             caller = getcurrent().parent
             assert caller is not None, "a rank has a stack of its own, above the caller's"
             caller.switch()

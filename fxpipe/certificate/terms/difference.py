@@ -9,6 +9,7 @@ from fxpipe.certificate.problems import Line
 from fxpipe.certificate.terms.identities import IN_ANY_ORDER
 from fxpipe.certificate.terms.terms import Named, Term, operands, shown
 
+#: Steps from an op to its operands, and what an operand that is the same counts, more than any likeness.
 _DEEPEST = 10_000
 _MUCH = 1_000
 

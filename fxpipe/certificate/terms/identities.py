@@ -68,6 +68,7 @@ def _same(terms: Terms, op: str, args: dict[str, object]) -> Term | None:
 
 def _drawn_truth(term: Any) -> Term | None:
     """The random zeros and ones of which a term has the truth values."""
+    # Nothing but zeros and ones is drawn, so that the way through truth values loses nothing.
     drawn = term["self"] if term.op == CAST and term["dtype"] == canonical(torch.bool) else None
     is_random = isinstance(drawn, Term) and drawn.op == "keyed" and drawn["op"] == ("op", "aten.bernoulli")
     return drawn if is_random else None
@@ -93,7 +94,7 @@ def _cast(terms: Terms, op: str, args: Named) -> Term | None:
 
 
 def _dimension(dim: int, rank: int) -> int:
-    """Counted from the first.  Raises Unknown where torch would say that there is none."""
+    """The dimension, counted from the first.  Raises Unknown where torch would say that there is none."""
     rank = max(rank, 1)
     if not -rank <= dim < rank:
         raise Unknown(f"a tensor of {rank} dimensions has no dimension {dim}")
@@ -127,8 +128,9 @@ def _view(terms: Terms, op: str, args: Named, layout: Layout | None = None) -> T
 
 @lru_cache(maxsize=1 << 14)
 def _place(layout: Layout, steps: tuple[_Step, ...]) -> tuple[Any, ...]:
-    """Of a view of views of a value: how many of them give the memory that it is in, since the last of these
-    is a reshape that copies; whether it is all of that; its dtype, shape, strides and offset there."""
+    """The place of a view of views of a value: how many of them give the memory that it is in, since the
+    last of these is a reshape that copies; whether it is all of that; its dtype, shape, strides and offset
+    there."""
     value = whole = torch.empty(layout.shape, dtype=layout.dtype, device="meta")
     copies = 0
     for number, (name, args, part) in enumerate(steps):
@@ -156,7 +158,7 @@ def overlaps(terms: Terms, term: Term, root: Term | None) -> bool:
 
 
 def reshaped(terms: Terms, source: Term, shape: tuple[int, ...]) -> Term:
-    """Raises Unknown for another number of elements."""
+    """The value in another shape.  Raises Unknown for another number of elements."""
     while source.op == RESHAPE:
         source = source["self"]
     layout = layout_of(terms, source)
@@ -234,6 +236,7 @@ def _expand(terms: Terms, op: str, args: Named) -> Term | None:
     layout = layout_of(terms, source)
     missing = len(size) - len(layout.shape)
     before = (*[1] * missing, *layout.shape)
+    # With fewer sizes than dimensions they do not match, which is refused below.
     shape = tuple(had if n == -1 else n for had, n in zip(before, size, strict=missing >= 0))
     fits = all(had in (1, n) for had, n in zip(before, shape, strict=False))
     if missing < 0 or -1 in size[:missing] or not fits:
@@ -326,6 +329,7 @@ def _is_complex(terms: Terms, args: dict[str, object]) -> bool:
 def _in_any_order(terms: Terms, op: str, args: dict[str, object]) -> Term:
     one, other = args["self"], args["other"]
     if isinstance(one, Term) and isinstance(other, Term) and one.number > other.number:
+        # One order for both: that in which the terms were made.
         args = {**args, "self": other, "other": one}
     return terms.plain(op, args)
 

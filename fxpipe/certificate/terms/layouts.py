@@ -17,7 +17,7 @@ class Unknown(Exception):
 
 
 def layout_of(terms: Terms, term: Term) -> Layout:
-    """Raises Unknown."""
+    """The layout of a term, computed where it is not known.  Raises Unknown for what is no tensor."""
     if not isinstance(term, Term):
         raise Unknown(f"{term} is no tensor")
     if term.layout is None:
@@ -37,6 +37,7 @@ def results_of(terms: Terms, term: Term) -> int:
 def _compute(terms: Terms, term: Term) -> None:
     try:
         value = _run(terms, term["of"])[term["index"]] if term.op == "item" else _run(terms, term)
+    # What torch raises where operands do not fit an op.
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         unknown = Unknown(f"{term.written()} has no shape: {str(error).partition(chr(10))[0]}")
         unknown.of = (term,)

@@ -71,7 +71,7 @@ class Share:
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...] | None:
-    """None where two of them have a row."""
+    """The spans in order, those that touch as one; None where two of them have a row."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin < joined[-1][1]:
@@ -112,7 +112,7 @@ class _Whole:
         return term
 
     def form(self, term: Term) -> Term | None:
-        """None for a value without so many rows."""
+        """The form of a value; None for one without so many rows."""
         if term not in self.forms:
             self.forms[term] = self._form(term)
         return self.forms[term]
@@ -122,6 +122,7 @@ class _Whole:
         lead = None if shape is None else lead_of(shape, self.rows)
         if shape is None or lead is None:
             return None
+        # A program's own terms are no values of the captured step, but views of these may be.
         made = None
         if term.op == RESHAPE and (source := self.form(term["self"])) is not None:
             made = reshaped(self.calculus.forms, source, (self.rows, *shape[len(lead) :]))
@@ -143,7 +144,7 @@ class _Whole:
         return permuted(self.calculus.forms, self.calculus.value(term), COLUMNS)
 
     def sum(self, term: Term) -> Term | None:
-        """None for what is no sum over so many rows."""
+        """The form of a sum over rows; None for what is no sum over so many."""
         if term not in self.sums:
             self.sums[term] = None if shape_of(self.terms, term) is None else self._sum(term)
         return self.sums[term]
@@ -221,6 +222,7 @@ class Parts:
         return of is not None and of.form.number < self._whole(of.rows).calculus.forms.captured
 
     def of(self, term: Term) -> Part | Share | None:
+        # Operands first, and without recursion: terms are as deep as the model.
         todo = [term]
         while todo:
             last = todo[-1]
@@ -235,6 +237,7 @@ class Parts:
         return term.number >= self.terms.captured or term.op in _VIEWS
 
     def _whole(self, rows: int) -> _Whole:
+        # As it is met: to make one is to go through all of the captured step.
         if rows not in self._by_rows:
             self._by_rows[rows] = _Whole(self.terms, rows)
         return self._by_rows[rows]
@@ -247,7 +250,7 @@ class Parts:
             return None
         match term.op:
             case "aten.slice":
-                return self._sliced(term, shape)
+                return self._sliced(term)
             case "aten.cat":
                 return self._cat(term)
             case "aten.add" if (total := self._added(term)) is not None:
@@ -257,7 +260,7 @@ class Parts:
         if term.op in LINEAR and isinstance(share := self._known.get(operand_of(term)), Share):
             form = self._whole(share.rows).calculus.of_linear(term, share.form)
             return None if form is None else Share(form, share.rows, share.spans)
-        return self._viewed(term, shape) if term.op in (RESHAPE, PERMUTE) else self._computed(term, shape)
+        return self._viewed(term, shape) if term.op in (RESHAPE, PERMUTE) else self._computed(term)
 
     def _share(self, term: object) -> Share | None:
         """The share of a sum over rows that a single row is."""
@@ -279,7 +282,7 @@ class Parts:
         of = self._known.get(term) if isinstance(term, Term) else None
         return of if isinstance(of, Part) else None
 
-    def _sliced(self, term: Term, shape: Lead) -> Part | None:
+    def _sliced(self, term: Term) -> Part | None:
         source, dim = term["self"], term["dim"]
         inner, before = self._part(source), shape_of(self.terms, source)
         if term["step"] != 1 or before is None or before[dim] < 2:
@@ -287,10 +290,11 @@ class Parts:
         begin, end = term["start"], term["end"]
         if inner is not None:
             if dim != int(inner.is_transposed):
-                part = self._computed(term, shape)
+                part = self._computed(term)
                 return part if isinstance(part, Part) else None
             return replace(inner, begin=inner.begin + begin, end=inner.begin + end)
         rows = before[dim]
+        # Rows are along the first dimension; the columns of a matrix are rows of its transpose.
         if dim > 1 or (dim == 1 and len(before) != 2):
             return None
         whole = self._whole(rows)
@@ -328,6 +332,7 @@ class Parts:
         one, other = self._share(term["self"]), self._share(term["other"])
         if one is None or other is None or "alpha" in dict(term.arguments):
             return None
+        # One that is broadcast would be added several times.
         shapes = {layout_of(self.terms, each).shape for each in (term, term["self"], term["other"])}
         spans = _joined((*one.spans, *other.spans))
         if (one.form, one.rows) != (other.form, other.rows) or spans is None or len(shapes) > 1:
@@ -342,7 +347,7 @@ class Parts:
         form = self._whole(total.rows).calculus.divided(total.form, int(by))
         return Share(form, total.rows, total.spans)
 
-    def _computed(self, term: Term, shape: Lead) -> Part | Share | None:
+    def _computed(self, term: Term) -> Part | Share | None:
         """What an op makes of parts: the rows of what it makes of their wholes, or a share of its sum."""
         of = term["of"] if term.op == "item" else term
         parts = [part for each in operands(of.arguments) if (part := self._part(each)) is not None]

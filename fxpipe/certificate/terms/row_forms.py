@@ -68,7 +68,8 @@ def lead_of(shape: Lead, rows: int) -> Lead | None:
 
 
 def shape_of(terms: Terms, term: Term) -> Lead | None:
-    """None for what is no tensor."""
+    """The shape of a term; None for what is no tensor."""
+    # An op of several results has no shape of its own; its items have.
     if term.layout is None and term.results is not None:
         return None
     try:
@@ -220,6 +221,7 @@ class RowForms:
         dims = self._dims(term, len(layout_of(self.terms, term[_ALONG[term.op][0]]).shape))
         if not dims or min(dims) < k:
             return None
+        # In a form the rows are one dimension, however many they are of the value.
         shifted = tuple(d - k + 1 for d in dims)
         is_one = isinstance(dict(term.arguments).get("dim", 0), int)
         return self._make(term, {**forms, "dim": shifted[0] if is_one else shifted})  # type: ignore[dict-item]
@@ -264,6 +266,7 @@ class RowForms:
             return None
         shape = layout_of(self.terms, term["self"]).shape
         shape_of_form = layout_of(self.forms, form).shape
+        # So many dimensions of the value are its rows.
         dims, k = self._dims(term, len(shape)), len(shape) - len(shape_of_form) + 1
         if dims[:k] != tuple(range(k)):
             return None
@@ -299,6 +302,7 @@ class RowForms:
                 return total
             case op if op == PERMUTE and shape == shape_of(self.terms, term["self"]):
                 return permuted(self.forms, total, term["dims"])
+            # Not to whole numbers, which rounds each summand, nor of truth values, whose sum is none.
             case op if op == CAST and dtype.is_floating_point and not self._is_truth(total):
                 made = self.forms.make("aten._to_copy", {"self": total, "dtype": term["dtype"]})
             case "lanes.all_reduce" if term["op"] == canonical("sum"):

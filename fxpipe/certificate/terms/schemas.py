@@ -10,6 +10,7 @@ import torch
 
 from fxpipe.certificate.terms.terms import Term, canonical, operands
 
+#: Views that are none by their schemas.
 _SILENT_VIEWS = (
     "aten._unsafe_view",
     "aten._reshape_alias",
@@ -73,7 +74,8 @@ class Schema:
 
 
 def packet_name(name: str) -> str:
-    """``aten.add`` of ``aten::add_``."""
+    """The name of an op without the underscore of its in-place form: ``add`` of ``add_``."""
+    # ``__and__`` is the whole name of an op.
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class Addition(NamedTuple):
-    """Of a summand of a microbatch, or of all alike (None): the line that calls the section, and the line of
-    the section that adds."""
+    """The addition of a summand of a microbatch, or of all alike (None): the line that calls the section, and
+    the line of the section that adds."""
 
     microbatch: int | None
     call: Line
@@ -51,17 +51,19 @@ def joined(parts: Iterable[Summands]) -> Summands:
 
 def leaves(terms: Terms, term: Term) -> Iterator[Term]:
     """The summands of a sum, also of one over the lanes."""
-    if term.op == "aten.add" and "alpha" not in dict(term.arguments):
-        for name in ("self", "other"):
-            yield from leaves(terms, term[name])
-    elif is_sum_over_lanes(term):
-        yield from (sum_over_lanes(terms, each, **of_lanes(term)) for each in leaves(terms, term["x"]))
-    else:
-        yield term
+    todo = [term]  # no recursion: a weight of a loop has as many summands as that has rounds
+    while todo:
+        one = todo.pop()
+        if one.op == "aten.add" and "alpha" not in dict(one.arguments):
+            todo += one["other"], one["self"]
+        elif is_sum_over_lanes(one):
+            yield from (sum_over_lanes(terms, each, **of_lanes(one)) for each in leaves(terms, one["x"]))
+        else:
+            yield one
 
 
 def sum_over_lanes(terms: Terms, term: Term, **group: int) -> Term:
-    """group: ``n`` and, where it is not 1, ``stride``, as the op has them."""
+    """The sum of a value over lanes.  group: ``n`` and, where it is not 1, ``stride``, as the op has them."""
     return terms.plain("lanes.all_reduce", {"x": term, "op": canonical("sum"), **group})
 
 
@@ -175,6 +177,7 @@ class _Shares:
         changes: dict[int | None, Counter[int]] = {}
         for addition, spans in self.additions:
             change = changes.setdefault(addition.microbatch, Counter({0: 0, self.rows: 0}))
+            # Where the number changes: one more from the begin of a span on, one less from its end on.
             for begin, end in spans:
                 change[begin] += 1
                 change[end] -= 1

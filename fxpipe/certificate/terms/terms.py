@@ -42,6 +42,7 @@ class Term:
     in the captured graph, "" where it has none.  ``layout``: if it is known.  ``results``: the number of its
     items, of an op that gives several.  ``line``: of the program that was the first to compute it."""
 
+    # In the order in which terms are made: operands have lower numbers.
     number: int
     op: str
     arguments: Arguments
@@ -108,6 +109,7 @@ def canonical(argument: object) -> object:
                 raise TypeError("an integer of more than 64 bits is no argument of an op")
             return argument
         case float():
+            # All bits: -0.0 is not 0.0, and a NaN equals another one.
             return ("float", "nan" if argument != argument else argument.hex())
         case complex():
             return ("complex", repr(argument))
@@ -175,6 +177,7 @@ class Terms:
 
     def forget_programs(self) -> None:
         """Drop the terms of programs that were checked before, which have their lines."""
+        # Terms stand in the order in which they were made, those of the captured step first.
         for key in [*self.known][self.captured :]:
             del self.known[key]
         self.views = {key: term for key, term in self.views.items() if term.number < self.captured}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from statistics import mean
+from typing import Any
 
 import torch
 
@@ -170,10 +171,13 @@ def copy_rate(device: torch.device) -> float:
 
 @contextlib.contextmanager
 def _tf32(wanted: bool) -> Iterator[None]:
-    setting = torch.backends.cuda.matmul
-    before = setting.fp32_precision
-    setting.fp32_precision = "tf32" if wanted else "ieee"
+    """Compute float32 products and convolutions, whose default is TF32, as it is wanted."""
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "tf32" if wanted else "ieee"
     try:
         yield
     finally:
-        setting.fp32_precision = before
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value

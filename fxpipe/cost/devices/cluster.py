@@ -56,7 +56,7 @@ class Cluster:
         return tuple(self._by_device.values())
 
     def slowness(self, graph: fx.Graph) -> tuple[float, ...]:
-        """Per rank the time of all ops of a graph, relative to rank 0's."""
+        """The time of all ops of a graph on each rank, relative to rank 0's."""
         if len(self._by_device) == 1:
             return (1.0,) * len(self.devices)
         nodes = call_nodes(graph)

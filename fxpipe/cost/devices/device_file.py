@@ -49,7 +49,7 @@ def is_device_file(name: str) -> bool:
 
 
 def read_device(path: Path) -> DeviceFile:
-    """Raises ScheduleError for a file that is not there, or that is no description of a device."""
+    """The description in a file.  Raises ScheduleError for a file that is not there, or that is none."""
     remedy = f"Write one with fxpipe calibrate {path}, or give the name of a known device."
     with refused(ScheduleError, f"{path} describes no device:", remedy):
         data = parse_json(read_text(path, MOST_BYTES))

@@ -15,19 +15,19 @@ aten = torch.ops.aten
 
 
 def untie(graph: fx.Graph) -> None:
+    summands: dict[fx.Node, list[fx.Node]] = {}  # of the sums across stages
+    # In the graph's order, operands first, and without recursion: a weight of a loop has as many uses as that
+    # has rounds, and a sum as deep.
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if node.kwargs or node.meta["origin"].seq is not None or len(node.users) != 1:
+            continue
+        parts = [summand for n in node.args for summand in summands.get(n, [n])]
+        # A sum within one stage is itself a summand: autograd's own order is kept there, with its bits.
+        stages = {n.meta["color"].stage for n in (node, *parts) if n.op != "placeholder"}
+        if len(stages) > 1:
+            summands[node] = parts
     grads = graph_outputs(graph).grads.items()
     set_outputs(
-        graph, grads={name: tuple(s for part in parts for s in _summands(part)) for name, parts in grads}
+        graph, grads={name: tuple(s for x in given for s in summands.get(x, [x])) for name, given in grads}
     )
     drop_dead(graph)
-
-
-def _summands(node: fx.Node) -> list[fx.Node]:
-    """The summands of a sum across stages; a sum within one stage is itself a summand."""
-    is_sum = node.target is aten.add.Tensor and not node.kwargs and node.meta["origin"].seq is None
-    if not (is_sum and len(node.users) == 1):
-        return [node]
-    summands = [s for n in node.args for s in _summands(n)]  # type: ignore[arg-type]
-    # Within one stage autograd's own order of the sum is kept, with its bits.
-    stages = {n.meta["color"].stage for n in (node, *summands) if n.op != "placeholder"}
-    return summands if len(stages) > 1 else [node]

@@ -384,7 +384,7 @@ def _attribute(node: ast.Attribute) -> ast.expr:
 
 
 def _check_top(statement: ast.stmt) -> None:
-    """At the top level nothing can change from call to call."""
+    """Refuse what could change from call to call: at the top level nothing can."""
     match statement:
         case ast.Assign(targets=[ast.Name(id="MESSAGES")], value=ast.Dict(keys=keys, values=values)):
             if all(isinstance(key, ast.Constant) for key in keys) and all(map(_is_constant, values)):

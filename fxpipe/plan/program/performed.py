@@ -64,6 +64,7 @@ class Performed:
         returns = [each for f in self.functions.values() for each in f.body if isinstance(each, ast.Return)]
         is_known = not any(isinstance(each, r.Outside) for each in inside)
         is_plain = not returns and all(defined[name] == 1 for name in self.functions)
+        # A name of a function that stands anywhere else may lead to a call that no line shows.
         return Counter(calls) == Counter(named) and is_known and is_plain
 
     def _called(self, value: ast.expr) -> tuple[r.Function, dict[str, object]] | None:

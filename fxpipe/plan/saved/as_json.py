@@ -16,6 +16,6 @@ def to_json(record: object) -> str:
 
 
 def from_json(text: str, kind: type[_T], where: str) -> _T:
-    """Raises ArtifactError, naming ``where`` and the field, for a text that is no such record."""
+    """The record of a text.  Raises ArtifactError, naming ``where`` and the field, for one that is none."""
     with refused(ArtifactError, f"{where} is damaged:", "Save the pipeline again."):
         return structure(parse_json(text), kind)

@@ -194,17 +194,10 @@ def _lanes(plan: Plan) -> None:
         is_one = len({dim for dim, _ in shares}) == 1
         require(f"lanes.lengths[{name!r}]", name, is_one, "a tensor of which lanes share out one dimension")
         if name in plan.layouts:
-            each, lanes = (
-                plan.layouts[name].shape[shares[0][0]],
-                math.prod(group.number for _, group in shares),
-            )
-            fits = -(-length // lanes) == each
-            require(
-                f"lanes.lengths[{name!r}]",
-                length,
-                fits,
-                f"a length of which each of {lanes} lanes has {each}",
-            )
+            each = plan.layouts[name].shape[shares[0][0]]
+            lanes = math.prod(group.number for _, group in shares)
+            wanted = f"a length of which each of {lanes} lanes has {each}"
+            require(f"lanes.lengths[{name!r}]", length, -(-length // lanes) == each, wanted)
 
 
 def _buckets(path: str, tensors: RankTensors, plan: Plan) -> None:

@@ -104,6 +104,7 @@ def check_free(path: Path, overwrite: bool = False, option: str = "overwrite=Tru
 
 def check_writable(path: Path) -> None:
     """Raise ArtifactError where no directory can be made at ``path``."""
+    # Where the directory will be made, with its missing parents.
     above = next(each for each in path.absolute().parents if each.exists())
     with writing(path), tempfile.TemporaryDirectory(prefix=".fxpipe.", dir=above):
         pass
@@ -121,7 +122,7 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
     }
     for name, text in texts.items():
         most = MOST_PLAN_BYTES if name == PLAN else MOST_PROGRAM_BYTES
-        # Before anything is written: a pipeline that cannot be read is of no use.
+        # A pipeline that cannot be read again is of no use.
         if len(text) > most:
             raise ArtifactError(
                 f"{name} would be larger than {most // MEBIBYTE} MiB, and not be read again. Take fewer "
@@ -368,7 +369,7 @@ def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def tensors_in(path: Path) -> Iterator[Any]:
-    """``open_tensors``, which raises Mismatch."""
+    """Open a safetensors file; raises Mismatch where ``open_tensors`` raises ArtifactError."""
     try:
         # A pipe or a device of this name would block, or never end.
         open_regular(path).close()

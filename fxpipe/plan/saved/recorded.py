@@ -54,7 +54,7 @@ def _read(file: Path) -> RankSpans:
 
 
 def recorded_ops(plan: Plan, spans: Sequence[RankSpans]) -> tuple[tuple[tuple[Op, float, float], ...], ...]:
-    """Per rank the ops with their times, on the clock of the rank.
+    """The ops of each rank with their times, on the clock of the rank.
 
     Raises ArtifactError if the spans do not belong to this plan.
     """

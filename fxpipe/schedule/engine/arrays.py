@@ -79,7 +79,7 @@ class ScheduleArrays:
 
     @cached_property
     def tables_between_stages(self) -> Tables:
-        """``tables`` without what the ops of a stage need of each other, for loops over orders that have each
+        """The tables without what the ops of a stage need of each other, for loops over orders that have each
         F before its B and each B before its W: there it starts no op later."""
         needs, feeds = (
             [
@@ -102,12 +102,12 @@ class ScheduleArrays:
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
-        """Per rank the memory with which it can always progress: one microbatch in all its stages."""
+        """The memory with which each rank can always progress: one microbatch in all its stages."""
         return tuple(sum(self.hold[stage] for stage in stages) for stages in self.placed)
 
     @cached_property
     def smallest_joined(self) -> tuple[float, ...]:
-        """``smallest_limits`` of schedules in which all B and W are one op: no schedule needs less."""
+        """The same of schedules in which all B and W are one op: no schedule needs less."""
         return tuple(sum(self.joined[stage] for stage in stages) for stages in self.placed)
 
 
@@ -204,7 +204,7 @@ def joined_arrays(each: Sequence[ScheduleArrays]) -> ScheduleArrays:
 
 
 def _gathered(gathers: Sequence[float], placement: Sequence[int]) -> tuple[float, ...]:
-    """Per section when the parameters of its stage are there.
+    """The time at which the parameters of each section's stage are there.
 
     A rank gathers one stage after the other, in the order of their first F, which is that of the model.
     """
@@ -258,8 +258,8 @@ def least_period(arrays: ScheduleArrays, costs: Costs, limits: Sequence[float]) 
 
 
 def _held_at_least(arrays: ScheduleArrays, costs: Costs) -> list[float]:
-    """Per rank: memory · seconds of one microbatch. A value that is held from one section to another is held
-    for at least the longest path between them.
+    """The memory · seconds of one microbatch on each rank.  A value that is held from one section to another
+    is held for at least the longest path between them.
     """
     seconds = np.array(arrays.seconds)
     # From the start of one section to that of another.

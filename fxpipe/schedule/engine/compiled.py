@@ -56,7 +56,7 @@ def compiled(function: Callable[..., object]) -> Loop:
 
 
 def compiled_later(function: Callable[..., object]) -> Loop:
-    """``compiled``, for a function that may run as Python as well: it draws no random numbers."""
+    """Let numba compile a function that may run as Python before: one that draws no random numbers."""
     return Loop(function, begins_in_python=True)
 
 

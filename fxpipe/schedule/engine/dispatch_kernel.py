@@ -94,7 +94,7 @@ def _half(x):
 
 @compiled
 def dispatch_ops(t, m, due, limits, lookahead, order):
-    """``list_ops`` for ``m`` microbatches that are alike, in their order."""
+    """Writes ``order`` as ``list_ops`` does, for ``m`` microbatches that are alike, in their order."""
     op_of, most = np.arange(len(t.section)).reshape((len(t.seconds), m)), np.empty((len(t.hold), m))
     for stage in range(len(t.hold)):
         most[stage] = t.hold[stage]

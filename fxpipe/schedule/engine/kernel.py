@@ -141,6 +141,15 @@ def peak_of(t, ops):
     return most
 
 
+@compiled
+def arrives_at(t, end, op):
+    """When the last of an op's inputs is on its rank; infinite where the ``end`` of one is."""
+    section, last = t.section[op], 0.0
+    for k in range(t.need_at[section], t.need_at[section + 1]):
+        last = max(last, end[op + t.need_step[k]] + t.need_delay[k])
+    return last
+
+
 @compiled_later
 def score(first, free, by_makespan):
     """The value to minimize: the makespan or the longest span of a rank, plus 0.1% of the mean span."""

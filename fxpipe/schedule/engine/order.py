@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE
+from fxpipe.schedule.dependencies import OFFSETS, SECTION_KINDS, SECTIONS_PER_STAGE
 from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.kernel import run_ops
 from fxpipe.schedule.engine.tables import Floats, Ints
-from fxpipe.schedule.ops import PHASES, Op, OpKind, Phase, RankOps
+from fxpipe.schedule.ops import Op, OpKind, RankOps
 from fxpipe.schedule.simulation.memory import rank_over
 
 OpIds = Ints
@@ -90,7 +90,7 @@ class Order:
         return OrderTimes(first, free, end, cause, turn) if ends else None
 
     def peaks(self) -> list[float]:
-        """Per rank the maximum live memory; it depends on the rank's own order alone.
+        """The maximum live memory of each rank; it depends on the rank's own order alone.
 
         Nothing is held between a B and a W that are one op.
         """
@@ -101,6 +101,7 @@ class Order:
             sections = ops // m
             changes = np.stack([tables.at_start[sections], tables.at_end[sections]], axis=1)
             b = np.flatnonzero(np.isin(ops, self.joined))
+            # One op: what both take is there from its start, and what both free goes at its end.
             changes[b, 0] += changes[b + 1, 0]
             changes[b + 1, 0] = 0.0
             changes[b + 1, 1] += changes[b, 1]
@@ -119,9 +120,6 @@ def encode(ops: RankOps, microbatches: int) -> OpIds:
         (SECTIONS_PER_STAGE * op.stage + offset) * microbatches + op.microbatch
         for rank_ops in ops
         for op in rank_ops
-        for offset in _OFFSETS[op.kind]
+        for offset in OFFSETS[op.kind]
     ]
     return np.array(op_ids, np.int64)
-
-
-_OFFSETS = {kind: tuple(map(list(Phase).index, phases)) for kind, phases in PHASES.items()}

@@ -157,6 +157,7 @@ class _Model:
         begin, end = self.starts[forward][microbatch], self.end(weight, microbatch)
         middle = self.end(backward, microbatch)
         to_b, to_w = cost.saved_activations, cost.saved_for_weight
+        # One interval for what is held all the time, and one for the rest, before the end of B or behind it.
         part = (begin, middle) if to_b > to_w else (middle, end)
         return (begin, end, min(to_b, to_w)), (*part, abs(to_b - to_w))
 
@@ -184,6 +185,7 @@ class _Model:
     def minimize(self, objective: Objective) -> None:
         goal = self.model.new_int_var(0, self.horizon, objective)
         for sections in self.owns:
+            # All schedules keep it: given to the solver, it is part of the bound from the start.
             self.model.add(goal >= self.microbatches * sum(self.durations[section] for section in sections))
             begins = [self.starts[section][0] for section in sections] if objective == "span" else [0]
             for section, begin in product(sections, begins):

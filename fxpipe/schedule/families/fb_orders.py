@@ -74,6 +74,7 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, backward: OpKind) -
                 ops.append(Op(kind, stage[chunk], count[kind, chunk]))
                 count[kind, chunk] += 1
 
+    # Three lines of warm-up, the steady state, and the end, as F of one chunk after the other run out.
     run((f, 0), times=2 * (ranks - rank) - 1)
     run((f, 1), (f, 0), times=rank)
     run((f, 1), (b, 1), times=ranks - rank)
@@ -111,6 +112,8 @@ def _dual_pipe_v(rank: int, ranks: int, microbatches: int) -> tuple[Op, ...]:
             delayed.append(Op(OpKind.W, stage[chunk], microbatch))
         count[False, chunk] += 1
 
+    # The eight steps of the published code: F0; F0 F1; B1 W1 F1; F0 B1 F1 B0, the steady state; B1 F1 B0;
+    # B1 B0; W B0; W.
     after = ranks - rank - 1
     for _ in range(2 * after):
         forward(0)

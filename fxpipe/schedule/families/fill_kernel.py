@@ -8,6 +8,7 @@ from math import inf
 import numpy as np
 
 from fxpipe.schedule.engine.compiled import compiled
+from fxpipe.schedule.engine.kernel import arrives_at
 
 
 @compiled
@@ -40,7 +41,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
             op = fb_order[following[rank]]
             # Only an F takes memory; a B gives its own back in part.
             full = t.section[op] % 3 == 0 and live[rank] == chunks
-            ready = _arrival(t, end, op)
+            ready = arrives_at(t, end, op)
             if ready <= now + epsilon and not full:
                 # F and B come before W: others wait for them, and for no W.
                 following[rank] += 1
@@ -49,7 +50,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
             op = pending[begin + ran[rank]]
             seconds = t.seconds[t.section[op]]
             # The W at the head alone: they stand in the order of their B, whose inputs came in that order.
-            if _arrival(t, end, op) <= now + epsilon:
+            if arrives_at(t, end, op) <= now + epsilon:
                 # A full rank has to run a W, however long the bubble is.
                 suits = full or gap == 0 or now + seconds <= ready + epsilon
                 if gap == 2 and not suits:
@@ -67,7 +68,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
             continue
         section = t.section[chosen]
         kind = section % 3
-        start = max(now, free[rank], _arrival(t, end, chosen))
+        start = max(now, free[rank], arrives_at(t, end, chosen))
         if filled[rank] > begin:
             # The fill before a rank's first op counts for nobody.
             idle[rank] += start - free[rank]
@@ -90,12 +91,3 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
                 # It may lack other inputs still; then a later event comes from those.
                 heapq.heappush(events, (free[rank] + t.feed_delay[k], other))
     return order, left == 0
-
-
-@compiled
-def _arrival(t, end, op):
-    """The arrival of the last of the op's inputs on its rank; infinite while one has not been computed."""
-    section, arrival = t.section[op], 0.0
-    for k in range(t.need_at[section], t.need_at[section + 1]):
-        arrival = max(arrival, end[op + t.need_step[k]] + t.need_delay[k])
-    return arrival

@@ -25,6 +25,7 @@ import numpy as np
 
 from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.compiled import compiled
+from fxpipe.schedule.engine.kernel import arrives_at
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.engine.tables import Floats, Ints
 
@@ -61,9 +62,9 @@ def _v(
 
 
 class _State(NamedTuple):
-    """Per op: ``end``, infinite before it ran, ``order``, and ``pending``: the W ops that may run. Per
-    rank: the position of its next op (``filled``), its clock, live memory and idle time, the end of its
-    pending ops (``queued``) and of those that ran (``ran``).
+    """What has run so far.  Per op: ``end``, infinite before it ran, ``order``, and ``pending``: the W ops
+    that may run.  Per rank: the position of its next op (``filled``), its clock, live memory and idle time,
+    the end of its pending ops (``queued``) and of those that ran (``ran``).
     """
 
     end: Floats
@@ -95,19 +96,11 @@ def _fresh(t, m, ranks):
 
 
 @compiled
-def _arrival(t, s, op):
-    section, arrival = t.section[op], 0.0
-    for k in range(t.need_at[section], t.need_at[section + 1]):
-        arrival = max(arrival, s.end[op + t.need_step[k]] + t.need_delay[k])
-    return arrival
-
-
-@compiled
 def _put(t, s, m, op):
     """Append an op to its rank's order."""
     section = t.section[op]
     rank, stage, kind = t.rank[section], section // 3, section % 3
-    start = max(s.clock[rank], _arrival(t, s, op))
+    start = max(s.clock[rank], arrives_at(t, s.end, op))
     # Before its first op a rank waits in any schedule, so this counts for nobody.
     if s.filled[rank] > 3 * m * t.placed_at[rank]:
         s.idle[rank] += start - s.clock[rank]
@@ -247,7 +240,7 @@ def _delay(t, section):
 
 @compiled
 def _fill_before(t, s, m, rank, op, greedy):
-    arrival = _arrival(t, s, op)
+    arrival = arrives_at(t, s.end, op)
     _fill_whole(t, s, m, rank, arrival)
     gap = arrival - s.clock[rank]
     # The rank that idles the most sets the time, so others may idle as long for free.
@@ -275,7 +268,7 @@ def _wants_forward(t, s, m, limits, stage, f):
         end += t.seconds[3 * stage + 2]
         live -= t.hold_for_w[stage]
         at += 1
-    end = max(end, _arrival(t, s, 3 * stage * m + f)) + t.seconds[3 * stage]
+    end = max(end, arrives_at(t, s.end, 3 * stage * m + f)) + t.seconds[3 * stage]
     # It ends in the gap before B, so it delays nothing.
     if end <= arrival:
         return 1
@@ -311,7 +304,7 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
         _forward(t, s, m, f, 0, rank)
     _forward(t, s, m, f, 1, p - 1)
     for rank in range(p - 2, -1, -1):
-        arrival = _arrival(t, s, 3 * _stage(p, 1, rank) * m)
+        arrival = arrives_at(t, s.end, 3 * _stage(p, 1, rank) * m)
         while (
             f[0, rank] < m
             and s.live[rank] + t.hold[rank] * (2 + 2 * rank) <= limits[rank] * (1 + 1e-9)
@@ -344,7 +337,7 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
                 continue
             op = (3 * _stage(p, chunk, rank) + 1) * m + b[chunk, rank]
             # Its own F or its gradient is not there yet and comes later in this pattern: it blocks.
-            if s.end[op - m] == inf or _arrival(t, s, op) == inf:
+            if s.end[op - m] == inf or arrives_at(t, s.end, op) == inf:
                 return none, s.idle
             _fill_v(t, s, m, rank, op, chunk == 0 or fill_backward, allowed)
             _put(t, s, m, op)
@@ -361,7 +354,9 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
             else:
                 continue
             op = 3 * _stage(p, chunk, rank) * m + f[chunk, rank]
-            if _arrival(t, s, op) == inf or not _free_memory(t, s, m, rank, _stage(p, chunk, rank), limits):
+            if arrives_at(t, s.end, op) == inf or not _free_memory(
+                t, s, m, rank, _stage(p, chunk, rank), limits
+            ):
                 return none, s.idle
             _fill_v(t, s, m, rank, op, fill_forward, allowed)
             _put(t, s, m, op)
@@ -375,7 +370,7 @@ def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
 
 @compiled
 def _fill_v(t, s, m, rank, op, partial, allowed):
-    arrival = _arrival(t, s, op)
+    arrival = arrives_at(t, s.end, op)
     _fill_whole(t, s, m, rank, arrival)
     if partial and _has_weight(s, rank):
         # It may idle as long as any rank does in this run, or as it had left in the run before.

@@ -91,12 +91,14 @@ def zb_v(problem: Problem) -> list[Order]:
 
 
 def v_min(ranks: int) -> list[tuple[int, int, int, int]]:
-    """Per rank the slots of F and B of its two stages, F0, F1, B1, B0."""
+    """The slots of F and B of each rank's two stages, F0, F1, B1, B0."""
+    # Without the shift two of a rank's four would fall into one of the six slots of a block.
     p, shift = ranks, 2 if ranks % 3 == 0 else 0
     return [(i, 2 * p - i - 1, 2 * p + shift + i, 4 * p + shift - i - 1) for i in range(p)]
 
 
 def v_half(ranks: int) -> list[tuple[int, int, int, int]]:
+    # As for V-Min.
     p, shift = ranks, 3 if ranks % 2 == 0 else 0
     return [(2 * i, 3 * p - i - 2, 3 * p + shift + 2 * i - 1, 6 * p + shift - i - 2) for i in range(p)]
 

@@ -32,7 +32,7 @@ def prove(programs: ins.Programs, placement: tuple[int, ...]) -> None:
 
 
 def connections_of(programs: ins.Programs, placement: Sequence[int]) -> Connections:
-    """Per rank its connections before the first step: its channels in the order of all, then collectives."""
+    """The connections of each rank before the first step: its channels, in one order, and collectives."""
     channels = channels_of(programs, placement)
     joint = sorted(
         {i.collective for i in programs[0] if isinstance(i, ins.StartCollective)}, key=lambda c: c.number
@@ -46,14 +46,14 @@ def stuck_at(
     connections: Connections | None = None,
     rank: Callable[..., Rank] = Rank,
 ) -> list[int] | None:
-    """Per rank the position of the first instruction that is never over (its length, if all are); None if all
+    """The position of each rank's first instruction that is never over (its length, if all are); None if all
     programs end."""
     graph = execution(programs, placement, connections, rank)
     done = set(graph.order())
     if len(done) == len(graph.before):
         return None
     positions = [len(program) for program in programs]
-    for node in reversed(graph.hosts):
+    for node in reversed(graph.hosts):  # so that the first of each rank stays
         at, position = graph.at[node]
         if node not in done:
             positions[at] = max(position, 0)

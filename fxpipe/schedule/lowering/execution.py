@@ -11,7 +11,7 @@ The programs end if and only if the graph has no cycle.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +56,7 @@ class _Meetings:
     """The nodes at which several ranks meet, by key and turn; the turns of a key come one after the other."""
 
     nodes: dict[tuple[Hashable, int], int] = field(default_factory=dict)
-    turns: defaultdict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
+    turns: Counter[Hashable] = field(default_factory=Counter)
 
     def next(self, key: Hashable) -> int:
         """Count the times that a key was asked for before."""

@@ -113,7 +113,7 @@ def _with_buckets(
                     else [ins.SumOverLanes(k, of_lanes), ins.ReduceGradients(k)]
                 )
     yield from (*free, *sums)
-    if summed:
+    if any(use.sums for use in buckets):
         yield ins.WaitGradients()
 
 
@@ -211,7 +211,7 @@ class _Lowering:
 
 
 def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
-    """Per op the round in which it runs if every op takes one round and starts as early as possible.
+    """The round in which each op runs if every op takes one round and starts as early as possible.
 
     An op's level is above the levels of the ops before it on its rank and of the ops whose results it needs.
     Ops that are deadlocked have no level.

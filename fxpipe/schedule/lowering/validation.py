@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import cast
 
 from fxpipe.schedule.lowering import instructions as ins
 from fxpipe.schedule.lowering.channels import channel_of
@@ -45,9 +44,8 @@ class _Rank:
             if isinstance(i, ins.StartCollective):
                 self.joins[i.collective.group].append((i.collective, i.microbatch))
         self._head = ins.number_at_head(program)
-        self._ops = [k for k, i in enumerate(program) if isinstance(i, ins.Compute)]
-        forwards = takewhile(lambda k: cast(ins.Compute, program[k]).op.kind is OpKind.F, self._ops)
-        self._ops = [*forwards]
+        ops = ((k, i.op) for k, i in enumerate(program) if isinstance(i, ins.Compute))
+        self._ops = [k for k, _ in takewhile(lambda each: each[1].kind is OpKind.F, ops)]
         self.length = len(program)
         self.shorten(len(program))
 

@@ -8,7 +8,7 @@ reload as late as the link allows.  Where a link cannot carry the share that is 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
@@ -148,12 +148,9 @@ class _Planner:
 
     def plan(self, shares: Sequence[float]) -> OffloadPlan:
         wanted = [_spread(lifetimes, share) for lifetimes, share in zip(self.lifetimes, shares, strict=True)]
-        carried = [
-            s for link in self.links for s in self._carried([s for rank in link for s in wanted[rank]])
-        ]
         transfers: list[tuple[float, Lifetime, Transfer]] = []
         for link in self.links:
-            on_link = [s for s in carried if self._rank(s) in link]
+            on_link = self._carried([lifetime for rank in link for lifetime in wanted[rank]])
             out, back = self._slots(on_link)
             positions = self._untangled(on_link, out, back)
             for lifetime in on_link:
@@ -164,7 +161,7 @@ class _Planner:
         transfers.sort(key=lambda entry: entry[:2])
         schedule = replace(self.timeline.schedule, transfers=tuple(t for _, _, t in transfers))
         simulated = simulate(schedule, self.timeline.costs, self.timeline.of_each)
-        return OffloadPlan(simulated, sum(map(len, wanted)), len(carried))
+        return OffloadPlan(simulated, sum(map(len, wanted)), len(transfers) // 2)  # out and back
 
     def _rank(self, lifetime: Lifetime) -> int:
         return self.timeline.schedule.placement[lifetime.stage]
@@ -172,7 +169,7 @@ class _Planner:
     def _untangled(
         self, lifetimes: Sequence[Lifetime], out: Mapping[Lifetime, float], back: Mapping[Lifetime, float]
     ) -> dict[Lifetime, tuple[int, int]]:
-        """Per activation the end position of its offload and the start position of its reload.
+        """The end position of each activation's offload and the start position of its reload.
 
         An offload that would delay a reload is waited for one op later.
         """
@@ -204,7 +201,7 @@ class _Planner:
         return self._with_more(on_time, dropped)  # fewer than half of the late ones may have sufficed
 
     def _with_more(self, on_time: list[Lifetime], others: list[Lifetime]) -> list[Lifetime]:
-        """``on_time`` and as many of the others as the link carries too, long lifetimes first."""
+        """The activations ``on_time``, and as many others as the link carries too, long lifetimes first."""
         others = sorted(others, key=lambda lifetime: -lifetime.length)
         step = len(others)
         while step:
@@ -226,12 +223,11 @@ class _Planner:
                 late.append(lifetime)
         return late
 
-    def _slots(self, lifetimes: Iterable[Lifetime]) -> tuple[dict[Lifetime, float], dict[Lifetime, float]]:
+    def _slots(self, lifetimes: Sequence[Lifetime]) -> tuple[dict[Lifetime, float], dict[Lifetime, float]]:
         """The end of each offload, as early as possible, and the start of each reload, as late as possible.
 
         A link carries one transfer at a time in each direction.
         """
-        lifetimes = list(lifetimes)
         out: dict[Lifetime, float] = {}
         free = -inf
         for lifetime in sorted(lifetimes, key=lambda lifetime: (lifetime.begin, lifetime)):

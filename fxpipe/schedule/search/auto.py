@@ -69,7 +69,6 @@ def frontier(
     memory_limits: Sequence[Limit],
     *,
     effort: float | None = None,
-    seed: int = 0,
 ) -> list[SearchResult | ScheduleError]:
     """The result of ``search`` under each limit in place of the problems' own, or the error that it raises.
 
@@ -80,7 +79,7 @@ def frontier(
     for limit in memory_limits:
         try:
             limited = [replace(problem, limits=per_rank(limit, problem.ranks)) for problem in problems]
-            under.append(search(limited, effort=effort, seed=seed))
+            under.append(search(limited, effort=effort))
         except ScheduleError as error:
             under.append(error)
     best = [outcome for outcome in under if isinstance(outcome, SearchResult)]

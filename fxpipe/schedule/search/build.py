@@ -84,7 +84,7 @@ def schedule_of(name: str, problem: Problem, effort: float | None = None, seed: 
 
 
 def family_called(name: str) -> Family:
-    """Raises ScheduleError, listing the known ones, for an unknown name."""
+    """The family of a name.  Raises ScheduleError, listing the known ones, for an unknown name."""
     if name not in FAMILIES:
         raise ScheduleError(
             f"unknown schedule {name!r}.{suggested(name, FAMILIES)} Known: {', '.join(FAMILIES)}"

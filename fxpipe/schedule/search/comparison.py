@@ -94,6 +94,7 @@ class Comparison:
                 self.smallest = min(self.smallest, error.smallest)
             # An annealed order that fails does not take the row of the one that it came from.
             if (problem, family) not in self.tried:
+                # Without its number: a list of what does not fit would not say that this is with offload.
                 self.leave_out(problem, family, str(error))
             return
         self.tried[problem, family] = row_of(result)

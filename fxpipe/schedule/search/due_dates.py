@@ -44,7 +44,7 @@ def timetable(problem: Problem) -> Timetable:
 
 
 def start_alone(arrays: ScheduleArrays) -> Floats:
-    """Per section its start if there is one microbatch alone; W starts as soon as its values have arrived."""
+    """The start of each section where a microbatch is alone; W starts as soon as its values have arrived."""
     start = np.zeros(arrays.sections)
     down, up = range(arrays.stages), reversed(range(arrays.stages))
     for section in (*(3 * s for s in down), *(3 * s + 1 for s in up), *(3 * s + 2 for s in down)):

@@ -91,7 +91,7 @@ def fastest(
 
 
 def _variants(schedule: str | Schedule, problem: Problem) -> list[Problem]:
-    """Within the limits without offload, or without limits and then with offload: of a given schedule, which
-    cannot be built within the limits, as much as they need."""
+    """The problems to try: within the limits without offload, or without limits and then with offload.  Of a
+    given schedule, which cannot be built within the limits, the last alone."""
     candidates = [variant for variant in variants(problem) if variant.slack in (1, inf)]
     return candidates[-1:] if isinstance(schedule, Schedule) else candidates

@@ -153,7 +153,7 @@ def judged(problem: Problem, family: str, order: Order) -> Candidate | None:
 
 
 def judged_all(problem: Problem, family: str, orders: Sequence[Order]) -> list[Candidate | None]:
-    """``judged``, of orders with the same arrays."""
+    """Orders with the same arrays as candidates; None for those that break the limits."""
     limits, m = np.array(problem.limits, np.float64), problem.microbatches
     # One call of the compiled loop for all, which lets go of the GIL.
     rows = np.stack([order.op_ids for order in orders])

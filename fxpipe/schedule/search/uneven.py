@@ -17,6 +17,7 @@ import numpy as np
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.bound_of_each import lower_bound_of_each
 from fxpipe.schedule.costs import Costs, StageCost
+from fxpipe.schedule.dependencies import OFFSETS, SECTION_KINDS
 from fxpipe.schedule.engine.annealing import anneal
 from fxpipe.schedule.engine.arrays import ScheduleArrays, joined_arrays, schedule_arrays
 from fxpipe.schedule.engine.order import Order, OrderTimes
@@ -24,6 +25,7 @@ from fxpipe.schedule.ops import Op, OpKind, RankOps
 from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.uneven_kernel import climb
 from fxpipe.schedule.simulation.memory import rank_over
+from fxpipe.schedule.simulation.timeline import for_each
 from fxpipe.schedule.units import bytes_text
 
 WORK, LOOKS_A_SECOND = 2_400_000, 4_800_000
@@ -32,8 +34,6 @@ _LEAST = 60  # timetables, of steps with many ops
 _CLIMBS, _ROUNDS = 4, 150  # at most so many climbs, each of at least so many timetables
 _LOOKS = 4  # of annealing at ops, for each of the climbs'
 _HOT, _COLD = 0.007, 0.05  # how much longer an order may be: at first, of its time; at last, of that
-_KINDS = {0: OpKind.F, 1: OpKind.B, 2: OpKind.W}
-_SECTIONS = {OpKind.F: (0,), OpKind.B: (1,), OpKind.W: (2,), OpKind.BW: (1, 2)}
 
 
 class TooLarge(ScheduleError):
@@ -68,15 +68,12 @@ class Uneven:
     @cached_property
     def of_ops(self) -> list[Costs]:
         """The costs of each microbatch, with those of joined stages in B; equal ones are one object."""
-        each = {id(costs): self._with_joined(costs) for costs in self.costs}
-        return [each[id(costs)] for costs in self.costs]
+        return for_each(self.costs, self._with_joined)
 
     @cached_property
     def each(self) -> list[ScheduleArrays]:
         """The arrays of each microbatch alone; equal costs have one."""
-        distinct = {id(costs): costs for costs in self.of_ops}
-        arrays = {key: schedule_arrays(costs, self.placement, 1) for key, costs in distinct.items()}
-        return [arrays[id(costs)] for costs in self.of_ops]
+        return for_each(self.of_ops, lambda costs: schedule_arrays(costs, self.placement, 1))
 
     @cached_property
     def arrays(self) -> ScheduleArrays:
@@ -90,7 +87,7 @@ class Uneven:
 
     @cached_property
     def least(self) -> tuple[float, ...]:
-        """Per rank the memory for any of the microbatches alone."""
+        """The memory of each rank for any of the microbatches alone."""
         return tuple(map(max, zip(*(arrays.smallest_limits for arrays in self.each), strict=True)))
 
     def best(self, work: int = WORK, seed: int = 0) -> RankOps:
@@ -186,7 +183,7 @@ class Uneven:
         return _times(Order(self.arrays, self._encoded(ops)))
 
     def peaks(self, ops: RankOps) -> list[float]:
-        """Per rank the most memory that activations take."""
+        """The most memory that activations take on each rank."""
         return Order(self.arrays, self._encoded(ops)).peaks()
 
     def _starts(self, period: np.ndarray) -> np.ndarray:
@@ -214,7 +211,7 @@ class Uneven:
                 3 * (op.microbatch * stages + op.stage) + section
                 for rank_ops in ops
                 for op in rank_ops
-                for section in _SECTIONS[op.kind]
+                for section in OFFSETS[op.kind]
             ],
             np.int64,
         )
@@ -225,7 +222,7 @@ class Uneven:
         for op_id in op_ids.tolist():
             at, section = divmod(op_id, 3)
             microbatch, stage = divmod(at, stages)
-            kind = _KINDS[section]
+            kind = SECTION_KINDS[section]
             if stage in self.joined:
                 # Its W takes no time, and comes when it may: both are the B's one op.
                 if kind is OpKind.W:

@@ -13,8 +13,8 @@ _TWICE = 2.0
 
 
 def variants(problem: Problem) -> list[Problem]:
-    """Within the limits without offload; without limits, and then with as much offload as needed; within
-    twice the limits, and then the same."""
+    """The variants of a problem: within the limits without offload; without limits, and then with as much
+    offload as needed; within twice the limits, and then the same."""
     if problem.offload is None or (problem.offload == AUTO and not problem.is_limited):
         return [replace(problem, offload=None)]
     beyond = replace(problem, slack=inf)

@@ -78,7 +78,7 @@ def ops_of(candidate: Candidate) -> RankOps:
 
 
 def _excess(order: Order, limits: Sequence[float]) -> list[float]:
-    """Per rank by how much the order breaks the limit."""
+    """The memory by which the order breaks the limit of each rank."""
     return [max(0.0, peak - limit * (1 + 1e-9)) for peak, limit in zip(order.peaks(), limits, strict=True)]
 
 
@@ -171,7 +171,7 @@ def fused(ops: RankOps, embedding_shards: int) -> RankOps:
 def _caps(
     order: Order, arrays: ScheduleArrays, barriers: int, more: int, limits: Sequence[float]
 ) -> tuple[float, ...]:
-    """Per rank the memory limit of list scheduling: so many microbatches ``more`` than in ``order``."""
+    """The memory limits of list scheduling: for so many microbatches ``more`` than in ``order``."""
     caps = []
     rows = zip(order.peaks(), order.arrays.smallest_limits, arrays.smallest_limits, limits, strict=True)
     for most, without, with_shards, limit in rows:

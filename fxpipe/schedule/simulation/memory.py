@@ -9,7 +9,7 @@ from fxpipe.schedule.dependencies import index, sections_of
 
 
 def memory_changes(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float], list[float]]:
-    """Per section, the change of its rank's live memory at its start, and at its end, in the costs' unit.
+    """The changes of the rank's live memory at each section's start, and at its end, in the costs' unit.
 
     Activations live from the start of F to the end of B, what W needs of them to the end of W.  A value that
     one stage hands to another stage of its rank is live from the end of its producer to the start of its

@@ -180,6 +180,7 @@ class StepRun:
         behind = self.sections[op.kind][op.stage][-1] * self.schedule.microbatches + op.microbatch
         if transfer.direction is Direction.OUT:
             return [behind]
+        # Offloads that are waited for at the same place: the reload may need their memory.
         return [behind, *self.freed[rank].get(transfer.begin, ())]
 
     def _end(self, value: int, time: float) -> None:
@@ -234,7 +235,7 @@ class _Exchanges:
     All replicas run the same schedule, so they come to each exchange at the same time.
     """
 
-    def __init__(self, ops: Sequence[Op], costs: Costs, begin: float = 0.0) -> None:
+    def __init__(self, ops: Sequence[Op], costs: Costs, begin: float) -> None:
         self.spans: list[ExchangeSpan] = []
         self._costs = costs.exchanges
         self._ready: dict[Op, float] = {}  # when the parameters are there that it needs first

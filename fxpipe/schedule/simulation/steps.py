@@ -72,7 +72,7 @@ class Steps:
 
     @property
     def waits(self) -> tuple[float, ...]:
-        """Per rank the seconds in which it waits for the verdict alone, in the last step."""
+        """The seconds in which each rank waits for the verdict alone, in the last step."""
         return tuple(0.0 if wait is None else wait.end - wait.start for wait in self.steps[-1].verdicts)
 
 
@@ -122,7 +122,7 @@ class SteadyState(NamedTuple):
 
 
 def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> SteadyState:
-    """Raises as ``simulate_steps`` does."""
+    """The state once steps repeat.  Raises as ``simulate_steps`` does."""
 
     def period(update: Update) -> float:
         return simulate_steps(schedule, replace(costs, update=update), validation).period
@@ -135,7 +135,7 @@ def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> St
 
 
 def warm_up_lengths(schedule: Schedule, edges: Iterable[Edge]) -> tuple[int, ...]:
-    """Per rank the number of ops at the beginning of its order that are its warm-up.
+    """The number of ops at the beginning of each rank's order that are its warm-up.
 
     The warm-ups are the longest for which each op is an F that needs, by ``edges``, values of ops in warm-ups
     alone: then no rank needs anything of a rank that waits for its verdict, and a wrong update costs no more
@@ -172,7 +172,7 @@ def warm_up_lengths(schedule: Schedule, edges: Iterable[Edge]) -> tuple[int, ...
 
 
 def _ready(timeline: Timeline, run: StepRun) -> tuple[float, ...]:
-    """Per rank when its gradients are complete, and summed over its replicas."""
+    """The time at which each rank's gradients are complete, and summed over its replicas."""
     ready = []
     for rank, (ops, exchanges) in enumerate(zip(timeline.spans, timeline.exchanges, strict=True)):
         waiting, until = run.waits[rank]
@@ -183,7 +183,7 @@ def _ready(timeline: Timeline, run: StepRun) -> tuple[float, ...]:
 
 
 def _together(ready: Sequence[float], costs: Costs) -> tuple[float, ...]:
-    """Per rank when it knows that the gradients of all ranks are right."""
+    """The time at which each rank knows that the gradients of all ranks are right."""
     return tuple(
         max(end + costs.verdict_seconds(other, rank) for other, end in enumerate(ready))
         for rank in range(len(ready))

@@ -105,7 +105,7 @@ class Timeline:
 
     @cached_property
     def exposed_communication(self) -> tuple[float, ...]:
-        """Per rank the idle seconds in which all inputs of its next op are computed, and some are in transit.
+        """The idle seconds of each rank in which all inputs of its next op are computed, and some in transit.
 
         Faster links would save this time directly.
         """
@@ -178,7 +178,7 @@ class Timeline:
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Per rank the changes of its live memory: (time, bytes live from that time on).
+        """The changes of each rank's live memory: (time, bytes live from that time on).
 
         A value that one stage hands to another stage of its rank is live from the producer's end to the
         consumer's start.  An offloaded activation is freed between two ops, and is live again from the start
@@ -247,7 +247,7 @@ class Timeline:
 
     @cached_property
     def link_busy(self) -> tuple[tuple[float, float], ...]:
-        """Per rank the seconds of its offloads and of its reloads."""
+        """The seconds of each rank's offloads, and of its reloads."""
         return tuple(
             (
                 sum(end - start for t, start, end in rank_spans if t.direction is Direction.OUT),
@@ -258,7 +258,7 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """Per rank the maximum live memory."""
+        """The maximum live memory of each rank."""
         return tuple(max((live for _, live in steps), default=0.0) for steps in self.memory)
 
     def fits(self, limits: Sequence[float]) -> bool:

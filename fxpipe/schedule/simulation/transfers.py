@@ -14,7 +14,7 @@ def offload_bytes(cost: StageCost, user: Phase) -> float:
 
 
 def link_queues(schedule: Schedule, costs: Costs) -> tuple[tuple[int, ...], ...]:
-    """Per link and direction, the positions of its transfers in ``schedule.transfers``, in order."""
+    """The positions in ``schedule.transfers`` of what each link carries in each direction, in order."""
     if costs.link is None:
         return ()
     queues: defaultdict[tuple[int, Direction], list[int]] = defaultdict(list)
