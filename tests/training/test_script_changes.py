@@ -368,6 +368,16 @@ def test_an_optimizer_of_the_users_own_that_needs_what_other_ranks_have():
     assert rank.changes.change(at_once=False) == Change(Kind.NOTHING)
 
 
+def test_an_optimizer_of_the_users_own_that_needs_a_closure():
+    rank = Rank(0)
+    before = [p.detach().clone() for p in rank.parameters]
+    with pytest.raises(
+        RunError, match="LBFGS updates a parameter by the values of others, which other ranks"
+    ):
+        torch.optim.LBFGS(rank.parameters, lr=0.1).step(lambda: 1.0)
+    assert all(map(torch.equal, before, rank.parameters))
+
+
 def test_an_optimizer_of_the_users_own_is_tried_with_its_attributes():
     rank, log = Rank(0), []
     scheduled = NeedsMore(rank.parameters, base=log, lr=0.1)

@@ -114,6 +114,16 @@ class PipelineOptimizer(Optimizer):
         if script_changes is not None:
             script_changes.known.add(self)
 
+    def __getattr__(self, name: str) -> Any:
+        """Tell of what the wrapped class has beside torch's own: AttributeError says how it is called."""
+        has = name != "optimizer" and not name.startswith("_") and hasattr(self.optimizer, name)
+        raise AttributeError(
+            f"pipe.optimizer wraps {self.kind}: {name} is opt.optimizer.{name}, which has the parameters of "
+            "this rank alone, so it must need no values of others."
+            if has
+            else f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
