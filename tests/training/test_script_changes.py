@@ -17,10 +17,11 @@ import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.runtime.torch_private import has_step_hooks
 from fxpipe.training.optimizer import script_changes
-from fxpipe.training.optimizer.batch_digest import Facts, difference, words
+from fxpipe.training.optimizer.batch_digest import Facts, difference, weights_of, words
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 from fxpipe.training.optimizer.script_changes import Change, Kind, ScriptChanges, different_changes
 from fxpipe.training.optimizer.step_loss import StepLoss
+from fxpipe.training.optimizer.weight_writes import different_writes
 
 RANKS, BATCH = 2, torch.randn(4, 8)
 RESOLUTION = 1e-6
@@ -437,6 +438,38 @@ def test_a_process_that_has_all_gradients_compares_nothing():
     next(iter(pipe.parameters.values())).grad.zero_()
     changes.compare()
     assert changes.change(at_once=True) == Change()
+
+
+def test_factors_that_a_script_has_declared_are_compared():
+    """Of several tensors: they may be by a norm of all of a rank."""
+    clipped = changed(("clip", 1e-2), ("clip", 1e-2), allowed=True)
+    assert [change.kind for change in clipped] == [Kind.DECLARED] * 2
+    assert message(clipped) is None
+    rows = torch.stack([words(Facts(1, changed=change), [], {}) for change in clipped])
+    text = different_writes(weights_of(rows, RESOLUTION), "step 3")
+    assert text.startswith("Rank 1 has multiplied its gradients by 0.00")
+    alike = changed(("scale", 0.5), ("scale", 0.5), allowed=True)
+    rows = torch.stack([words(Facts(1, changed=change), [], {}) for change in alike])
+    assert different_writes(weights_of(rows, RESOLUTION), "step 3") is None
+    for way in ("noise", "mask", "leave", "ascend"):
+        assert changed((way,), ("scale_one", 0.5), allowed=True) == [Change()] * 2
+
+
+def test_a_loop_that_divides_gradients_reads_those_of_other_ranks(recwarn):
+    """And one that takes their norm, which is told when the gradients are compared."""
+    read = "b has no gradient on rank 0", "train.py", 7
+    for steps, factor, told in ((2, 0.5, 0), (2, 1.0, 1), (1, 1.0, 1)):
+        rank = Rank(0, steps=steps)
+        rank.changes.state.reads.append(read)
+        rank.scale(factor)
+        rank.changes.compare()
+        rank.changes.change(at_once=True)
+        assert [str(w.message) for w in recwarn.list if w.lineno == 7] == [read[0]] * told
+        assert not rank.changes.state.reads
+        recwarn.clear()
+    rank.changes.state.reads.append(read)  # the gradients are gone
+    rank.changes.change(at_once=True)
+    assert [str(w.message) for w in recwarn.list] == [read[0]]
 
 
 def test_changes_travel_with_a_step():

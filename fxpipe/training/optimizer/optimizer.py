@@ -163,7 +163,12 @@ class PipelineOptimizer(Optimizer):
         else:
             self._finish(self.grad_norm())
         self._changed()  # where an update was left out, too: replicas have to agree on it
+        self._tell_of_update()
         return loss
+
+    def _tell_of_update(self) -> None:
+        if self._script_changes is not None:
+            self._script_changes.writes.updated()
 
     @property
     def last_norm(self) -> torch.Tensor | None:
@@ -287,6 +292,7 @@ class PipelineOptimizer(Optimizer):
                 self._give_masters()
                 self._changed()
                 self._finish(norm)
+            self._tell_of_update()
         if ahead.zeroes:
             self._zero()
         return is_plain or not table[:, 2].any()

@@ -71,7 +71,7 @@ class RankDigests:
         order = ABSENT if self._counts is None else self._counts.order
         self.changes.warn_of_unused()
         self.changes.compare(gradients_alone=True)  # of those to which the step adds
-        changed = self.changes.change(at_once=False)
+        changed, weights = self.changes.change(at_once=False), self.changes.writes.compare()
         options, updates = self._of_optimizer()
         names, digests = self._known_digests()
         return Facts(
@@ -83,6 +83,7 @@ class RankDigests:
             added=self._added(),
             calls=order,
             changed=changed,
+            weights=weights,
             names=names,
             digests=digests,
             written=written,
