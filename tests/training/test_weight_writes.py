@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,9 +29,11 @@ class Rank:
         sizes = range(30, 30 + 7 * tensors, 7)
         self.weights = {f"w{k}": torch.randn(n, generator=generator) for k, n in enumerate(sizes)}
         self.writes = WeightWrites([*self.weights], self.weights.__getitem__, RESOLUTION)
+        self.stepped()
         self.writes.updated()
-        self.writes.compare()
-        self.writes.updated()
+
+    def stepped(self):
+        self.writes.stepped({name: (torch.zeros_like(w), w.clone()) for name, w in self.weights.items()})
 
     @property
     def all(self):
@@ -145,6 +148,7 @@ def test_a_mask_that_is_applied_again_and_again_is_no_threshold():
     rank = Rank(0)
     masks = {name: torch.arange(len(w)) % 5 > 1 for name, w in rank.weights.items()}
     for step in range(3):
+        rank.stepped()
         for name, weight in rank.weights.items():
             weight.copy_(weight.sign() + 0.01 * torch.rand(len(weight)))
             assert step == 0 or weight[~masks[name]].abs().max() < 0.1 < weight[masks[name]].abs().min()
@@ -166,14 +170,31 @@ def test_tensors_have_their_turns():
 
 def test_a_factor_of_weights_that_changed_between_two_steps_of_one_update():
     rank = Rank(0)
-    values = {name: weight.clone() for name, weight in rank.weights.items()}
-    rank.writes.stepped({name: (torch.zeros_like(w), w) for name, w in values.items()})
+    rank.stepped()
     assert rank.writes.compare() == UNCHANGED
     assert rank.each(lambda w: 0.8 * w) == (
         Form.SCALED,
         pytest.approx(0.8, rel=1e-5),
         pytest.approx(0.8, rel=1e-5),
     )
+
+
+def test_on_a_device_it_is_told_a_step_later(monkeypatch):
+    log = []
+    event = SimpleNamespace(
+        record=lambda: log.append("record"), synchronize=lambda: log.append("synchronize")
+    )
+    monkeypatch.setattr(weight_writes, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(weight_writes, "event", lambda device: event)
+    rank = Rank(0)
+    assert scaled(rank) == NOTHING
+    assert log == ["record"]
+    rank.stepped()
+    rank.writes.updated()
+    assert rank.writes.compare().form is Form.SCALED
+    assert log == ["record", "record", "synchronize"]
+    rank.stepped()
+    assert rank.writes.compare() == UNCHANGED
 
 
 def test_it_is_told_once():

@@ -42,12 +42,12 @@ UNCHANGED = Written(Form.UNCHANGED, 1.0, 1.0)
 
 
 class Elements(NamedTuple):
-    """Elements of a tensor before and behind a change.  ``last``: before the last step, zeros if that is not
+    """Elements of a tensor before and behind a change.  ``stepped``: before the update, zeros if they are not
     known.  ``gradient``: as the step has left it, where no optimizer has used it."""
 
     before: torch.Tensor
     after: torch.Tensor
-    last: torch.Tensor
+    stepped: torch.Tensor
     gradient: torch.Tensor
 
 
@@ -60,7 +60,7 @@ class WeightWrites:
         self._turn = 0
         self._then: Mapping[str, torch.Tensor] = {}  # elements behind the last update, or step
         self._gradients: Mapping[str, torch.Tensor] = {}  # and of gradients that no optimizer has used
-        self._last: dict[str, torch.Tensor] = {}  # as they were before the last step that had them
+        self._stepped: Mapping[str, torch.Tensor] = {}  # elements behind the last step
         self._compared: _Compared | None = None
         self._has_told = False
 
@@ -74,7 +74,7 @@ class WeightWrites:
     def stepped(self, elements: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """A step has left these elements of gradients and weights, by name."""
         self._gradients = {name: gradient for name, (gradient, _) in elements.items()}
-        self._then = {name: weight for name, (_, weight) in elements.items()}
+        self._then = self._stepped = {name: weight for name, (_, weight) in elements.items()}
 
     def compare(self) -> Written:
         """What was written before the step that begins; on an accelerator before the step before it."""
@@ -82,7 +82,11 @@ class WeightWrites:
             return NOTHING
         before, self._compared = self._compared, None
         if self._then:
-            compared = _Compared.begun(self._then, self._elements([*self._then]), self._gradients)
+            now = dict(zip(self._then, self._elements([*self._then]), strict=True))
+            first = next(iter(now.values()))
+            if not is_accelerator(first.device) and all(map(torch.equal, self._then.values(), now.values())):
+                return UNCHANGED
+            compared = _Compared.begun(self._then, now, self._stepped, self._gradients)
             if compared.copied is None:
                 before = compared
             else:
@@ -93,16 +97,10 @@ class WeightWrites:
         return elements_of([self._value(name) for name in names])
 
     def _written(self, compared: _Compared) -> Written:
-        rows = compared.rows()
-        then, now, gradients = (dict(zip(compared.lengths, row, strict=True)) for row in rows)
-        changed = [
-            Elements(then[name], after, self._last.get(name, torch.zeros_like(after)), gradients[name])
-            for name, after in now.items()
-            if not torch.equal(then[name], after)
-        ]
-        self._last |= now
+        tensors = compared.elements()
+        changed = [x for x in tensors if not torch.equal(x.before, x.after)]
         written = explained(changed, self._resolution)
-        is_of_all = len(changed) == sum(bool(before.any()) for before in then.values())
+        is_of_all = len(changed) == sum(bool(x.before.any()) for x in tensors)
         return written._replace(form=Form.SCALED) if written.form is Form.FACTOR and is_of_all else written
 
     def tell(self, each: Sequence[Written], step: str, *, warns: bool) -> None:
@@ -117,31 +115,29 @@ class WeightWrites:
 
 
 class _Compared(NamedTuple):
-    """Elements before and after, and of gradients, in a row each; ``lengths``: of each tensor, by name;
+    """The fields of ``Elements`` of several tensors, in a row each; ``lengths``: of the tensors;
     ``copied``: when they are on the CPU."""
 
-    lengths: Mapping[str, int]
-    both: torch.Tensor
-    gradients: torch.Tensor
+    lengths: Sequence[int]
+    fields: Sequence[torch.Tensor]
     copied: torch.Event | None
 
     @staticmethod
-    def begun(
-        then: Mapping[str, torch.Tensor], now: Sequence[torch.Tensor], gradients: Mapping[str, torch.Tensor]
-    ) -> _Compared:
-        both = torch.stack([torch.cat([*each]) for each in (then.values(), now)])
-        grads = torch.cat([*gradients.values()]) if gradients else torch.zeros_like(both[0])
-        copied = event(both.device) if is_accelerator(both.device) else None
-        both, grads = (x.to("cpu", non_blocking=True) for x in (both, grads))
+    def begun(then: Mapping[str, torch.Tensor], *others: Mapping[str, torch.Tensor]) -> _Compared:
+        """Begin to copy elements, by name; zeros where others lack some."""
+        rows = [[each.get(name, torch.zeros_like(x)) for name, x in then.items()] for each in (then, *others)]
+        fields = [torch.cat(row) for row in rows]
+        copied = event(fields[0].device) if is_accelerator(fields[0].device) else None
+        fields = [x.to("cpu", non_blocking=True) for x in fields]
         if copied is not None:
             copied.record()
-        return _Compared({name: len(x) for name, x in then.items()}, both, grads, copied)
+        return _Compared([len(x) for x in then.values()], fields, copied)
 
-    def rows(self) -> Sequence[Sequence[torch.Tensor]]:
-        """The elements of each tensor, row by row."""
+    def elements(self) -> Sequence[Elements]:
         if self.copied is not None:
             self.copied.synchronize()
-        return [row.double().split([*self.lengths.values()]) for row in (*self.both, self.gradients)]
+        rows = [field.double().split([*self.lengths]) for field in self.fields]
+        return [Elements(*each) for each in zip(*rows, strict=True)]
 
 
 def elements_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -207,7 +203,7 @@ def _bound(x: Elements, resolution: float) -> tuple[float, float]:
 def _threshold(x: Elements, resolution: float) -> tuple[float, float]:
     """The numbers below which magnitudes may have become zero, but for those that were zero before."""
     kept = x.after != 0
-    new = x.before[~kept & (x.before != 0) & (x.last != 0)].abs()
+    new = x.before[~kept & (x.before != 0) & (x.stepped != 0)].abs()
     if not torch.equal(x.after[kept], x.before[kept]) or not len(new):
         return _NEVER
     return float(new.amax()), float(x.before[kept].abs().amin()) if kept.any() else math.inf
