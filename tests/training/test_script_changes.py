@@ -89,6 +89,15 @@ class Rank:
     def mask(self):
         self.grads[0][0] = 0.0
 
+    def largest(self, part):
+        """All but those below a quantile of all."""
+        least = torch.cat([grad.flatten() for grad in self.grads]).abs().quantile(part)
+        for grad in self.grads:
+            grad.mul_(grad.abs() > least)
+
+    def bound(self, value):
+        nn.utils.clip_grad_value_(self.parameters, value)
+
     def ascend(self):
         norm = torch.stack([grad.norm() for grad in self.grads]).norm()
         for parameter in self.parameters:
@@ -442,17 +451,25 @@ def test_a_process_that_has_all_gradients_compares_nothing():
 
 def test_factors_that_a_script_has_declared_are_compared():
     """Of several tensors: they may be by a norm of all of a rank."""
-    clipped = changed(("clip", 1e-2), ("clip", 1e-2), allowed=True)
-    assert [change.kind for change in clipped] == [Kind.DECLARED] * 2
-    assert message(clipped) is None
-    rows = torch.stack([words(Facts(1, changed=change), [], {}) for change in clipped])
-    text = different_writes(weights_of(rows, RESOLUTION), "step 3")
-    assert text.startswith("Rank 1 has multiplied its gradients by 0.00")
-    alike = changed(("scale", 0.5), ("scale", 0.5), allowed=True)
-    rows = torch.stack([words(Facts(1, changed=change), [], {}) for change in alike])
-    assert different_writes(weights_of(rows, RESOLUTION), "step 3") is None
-    for way in ("noise", "mask", "leave", "ascend"):
-        assert changed((way,), ("scale_one", 0.5), allowed=True) == [Change()] * 2
+
+    def told(*done):
+        each = []
+        for number, (way, *arguments) in enumerate(done):
+            rank = Rank(number, allowed=True)
+            getattr(rank, way)(*arguments)
+            rank.changes.compare()
+            assert rank.changes.change(at_once=True) == Change()
+            each.append(rank.changes.declared)
+        rows = torch.stack([words(Facts(1, weights=written), [], {}) for written in each])
+        assert weights_of(rows) == each
+        return different_writes(each, "step 3") or ""
+
+    assert told(("clip", 1e-2), ("clip", 1e-2)).startswith("Rank 1 has multiplied its gradients by 0.00")
+    assert told(("largest", 0.9), ("largest", 0.5)).startswith("Rank 1 has zeroed its gradients up to ")
+    assert told(("bound", 0.9), ("bound", 0.5)).startswith("Rank 1 has bounded its gradients by ")
+    for way in (("scale", 0.5), ("bound", 1.0), ("noise",), ("mask",), ("leave",), ("scale_one", 0.5)):
+        assert not told(way, way)
+        assert ("multiplied" in told(way, ("leave",))) == (way[0] == "scale")
 
 
 def test_a_loop_that_divides_gradients_reads_those_of_other_ranks(recwarn):

@@ -176,6 +176,7 @@ def test_a_factor_of_weights_that_changed_between_two_steps_of_one_update():
         Form.SCALED,
         pytest.approx(0.8, rel=1e-5),
         pytest.approx(0.8, rel=1e-5),
+        False,
     )
 
 

@@ -40,7 +40,7 @@ class Facts:
     changed between the last step and its update.
     ``names``: of tensors that several ranks hold, the same on all ranks, and their ``digests``.
     ``written``: the number of the tensors that the script has changed in a model that is whole, with values.
-    ``weights``: what the script has written to the weights that this rank trains.
+    ``weights``: what the script has written to the weights that this rank trains, or to their gradients.
     ``refuses``: whether it does not run the step, as the batch, or what is asked for, is wrong.
     """
 
@@ -68,7 +68,8 @@ def words(facts: Facts, leaves: Sequence[str], batch: Mapping[str, object]) -> t
     row = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
     optimizer = facts.options, facts.updates, facts.added, facts.calls, facts.changed.kind
     begin = facts.plan, int(facts.stop), int(facts.refuses), facts.asked
-    known = *begin, *optimizer, facts.written, facts.weights.form
+    form = facts.weights.form + len(Form) * facts.weights.to_gradients
+    known = *begin, *optimizer, facts.written, form
     row[:NUMBERS] = row.new_tensor(known)
     numbers = facts.changed.factor, facts.weights.least, facts.weights.most
     row[NUMBERS:SHARED] = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64)
@@ -137,19 +138,15 @@ def difference(
     return None
 
 
-def weights_of(ranks: torch.Tensor, resolution: float = 0.0) -> list[Written]:
+def weights_of(ranks: torch.Tensor) -> list[Written]:
     """What the scripts of all ranks have written to weights, from their words; or to gradients, where they
-    have declared that.
-
-    resolution: of the factors of gradients.
-    """
+    have declared that."""
     bounds: list[list[float]] = ranks[:, [LEAST, MOST]].view(torch.float64).tolist()
-    each = [Written(Form(k), *both) for k, both in zip(ranks[:, FORM].tolist(), bounds, strict=True)]
-    for rank, factor in enumerate(ranks[:, FACTOR].contiguous().view(torch.float64).tolist()):
-        if ranks[rank, CHANGED] == Kind.DECLARED:
-            error = abs(factor) * resolution
-            each[rank] = Written(Form.GRADIENTS, factor - error, factor + error)
-    return each
+    forms = [divmod(word, len(Form)) for word in ranks[:, FORM].tolist()]
+    return [
+        Written(Form(form), least, most, bool(of))
+        for (of, form), (least, most) in zip(forms, bounds, strict=True)
+    ]
 
 
 def all_alike(ranks: torch.Tensor, leaves: Sequence[str], replicas: int) -> bool:

@@ -30,7 +30,15 @@ from fxpipe.runtime.torch_private import before_each_update, collectives_begun, 
 from fxpipe.training.model.elsewhere import is_elsewhere
 from fxpipe.training.model.model_state import ModelState, Read
 from fxpipe.training.optimizer.optimizer_trial import check_users_optimizer
-from fxpipe.training.optimizer.weight_writes import TENSORS, WeightWrites, elements_of
+from fxpipe.training.optimizer.weight_writes import (
+    NOTHING,
+    TENSORS,
+    Elements,
+    WeightWrites,
+    Written,
+    elements_of,
+    explained,
+)
 
 #: The rounding errors that a product of a gradient may have, and those of two ranks' factors.
 ROUNDINGS = 4
@@ -40,9 +48,9 @@ class Kind(IntEnum):
     """The kind of change that a rank has made.  ``ABSENT``: there is nothing by which it could tell.
     ``WRITTEN``: gradients were written to without an effect that shows, as where they are multiplied by 1.
     ``FACTOR``: they are multiplied by a number that steps or a norm explain; ``OTHER_FACTOR``: by another
-    one.  ``DECLARED``: by any number, of a script that has said that it changes gradients."""
+    one."""
 
-    ABSENT, DECLARED, NOTHING, FACTOR, OTHER_FACTOR, WRITTEN, GRADIENTS, PARAMETERS = range(8)
+    ABSENT, NOTHING, FACTOR, OTHER_FACTOR, WRITTEN, GRADIENTS, PARAMETERS = range(7)
 
 
 class Change(NamedTuple):
@@ -53,7 +61,6 @@ class Change(NamedTuple):
 
 
 UNKNOWN = Change()
-_FACTORS = Kind.FACTOR, Kind.OTHER_FACTOR
 
 _left_by = WeakTensorKeyDictionary()  # gradient -> who compares that of the last step, as a reference
 
@@ -79,7 +86,7 @@ class _Comparison:
     may be by it.  ``is_averaged``: whether a division by the steps may be one by the processes.
     ``resolution``: the error that a product may have.  ``copied``: when the elements are on the CPU.
     ``if_undivided``: what to warn of where the script has not changed the gradients.  ``reads``: of gradients
-    that other ranks have, before it.
+    that other ranks have, before it.  ``lengths``: of the elements of each gradient.
     """
 
     gradients: torch.Tensor
@@ -92,6 +99,7 @@ class _Comparison:
     copied: torch.Event | None
     if_undivided: str = ""
     reads: Sequence[Read] = ()
+    lengths: Sequence[int] = ()
 
     def change(self) -> Change:
         if self.copied is not None:
@@ -110,6 +118,13 @@ class _Comparison:
         if not (is_product and in_all):
             return Change(Kind.GRADIENTS)
         return Change(Kind.FACTOR if self._explains(factor) else Kind.OTHER_FACTOR, factor)
+
+    def explained(self) -> Written:
+        """The number that explains what was written to gradients, if there is one."""
+        before, after = (row.split([*self.lengths]) for row in self.gradients.double())
+        pairs = zip(before, after, strict=True)
+        elements = [Elements(b, a, stepped=b, gradient=torch.zeros_like(b)) for b, a in pairs]
+        return explained(elements, self.resolution)._replace(to_gradients=True)
 
     def _explains(self, factor: float) -> bool:
         """Whether it is by the norm of all gradients, the mean over their steps, or 0, for a new sum."""
@@ -148,6 +163,7 @@ class ScriptChanges:
     _has_told_of_sum: bool = False
     _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
     writes: WeightWrites = field(init=False)
+    declared: Written = NOTHING  # what the script, which may do so, has written to gradients
     _begun: list[_Comparison] = field(default_factory=list)
     _earlier: list[_Comparison] = field(default_factory=list)
 
@@ -246,6 +262,7 @@ class ScriptChanges:
             copied=copied,
             if_undivided="" if self.allowed else text,
             reads=[*self.state.reads],
+            lengths=[len(gradient) for gradient, _ in now],
         )
         self.state.reads.clear()
         self._begun.append(begun)
@@ -323,11 +340,12 @@ class ScriptChanges:
             warnings.warn_explicit(text, UserWarning, file, line)
         self.state.reads.clear()
         if self.allowed:
-            factors = {c.factor for x, c in changed if c.kind in _FACTORS and len(x.written) > 1}
-            return Change(Kind.DECLARED, *factors) if len(factors) == len(changed) == 1 else UNKNOWN
+            declared = [comparison.explained() for comparison in comparisons]
+            self.declared = declared[0] if len(declared) == 1 else NOTHING
+            return UNKNOWN
         changes = {change for _, change in changed} - {UNKNOWN}
         kind = max((change.kind for change in changes), default=Kind.ABSENT)
-        if kind in _FACTORS and len(changes) > 1:
+        if kind in (Kind.FACTOR, Kind.OTHER_FACTOR) and len(changes) > 1:
             return Change(Kind.GRADIENTS)
         return Change(kind, max((c.factor for c in changes if c.kind is kind), default=1.0))
 
@@ -370,7 +388,7 @@ def different_changes(changes: Sequence[Change], resolution: float, step: str) -
     for kind, text in _REFUSED.items():
         if kind in kinds:
             return f"Rank {kinds.index(kind)} has {text.format(between=between)} {_REMEDY}"
-    factors = {rank: change.factor for rank, change in enumerate(changes) if change.kind > Kind.DECLARED}
+    factors = {rank: change.factor for rank, change in enumerate(changes) if change.kind is not Kind.ABSENT}
     first = next(iter(factors), 0)
     for rank, factor in factors.items():
         if abs(factor - factors[first]) > resolution * abs(factors[first]):

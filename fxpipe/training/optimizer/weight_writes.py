@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -23,18 +24,20 @@ TENSORS, ELEMENTS = 16, 64
 
 
 class Form(IntEnum):
-    """How a number explains what was written to weights.  ``SCALED``: a factor of all that are compared;
-    ``STEP``: one of their gradients, which was added; ``GRADIENTS``: of gradients themselves."""
+    """How a number explains what was written to tensors.  ``SCALED``: a factor of all that are compared;
+    ``STEP``: one of their gradients, which was added."""
 
-    NONE, UNCHANGED, FACTOR, SCALED, STEP, BOUND, THRESHOLD, SHRUNK, GRADIENTS = range(9)
+    NONE, UNCHANGED, FACTOR, SCALED, STEP, BOUND, THRESHOLD, SHRUNK = range(8)
 
 
 class Written(NamedTuple):
-    """What one rank has written: the number lies between ``least`` and ``most``."""
+    """What one rank has written to its weights, or its gradients: the number lies between ``least`` and
+    ``most``."""
 
     form: Form = Form.NONE
     least: float = 0.0
     most: float = 0.0
+    to_gradients: bool = False
 
 
 NOTHING = Written()
@@ -97,11 +100,7 @@ class WeightWrites:
         return elements_of([self._value(name) for name in names])
 
     def _written(self, compared: _Compared) -> Written:
-        tensors = compared.elements()
-        changed = [x for x in tensors if not torch.equal(x.before, x.after)]
-        written = explained(changed, self._resolution)
-        is_of_all = len(changed) == sum(bool(x.before.any()) for x in tensors)
-        return written._replace(form=Form.SCALED) if written.form is Form.FACTOR and is_of_all else written
+        return explained(compared.elements(), self._resolution)
 
     def tell(self, each: Sequence[Written], step: str, *, warns: bool) -> None:
         """Warn once where numbers explain what ranks have written, and differ.  All ranks call it.
@@ -152,16 +151,18 @@ def _view(tensor: torch.Tensor) -> torch.Tensor:
     return flat[every // 2 :: every][:ELEMENTS]
 
 
-def explained(changed: Sequence[Elements], resolution: float) -> Written:
+def explained(tensors: Sequence[Elements], resolution: float) -> Written:
     """The number that explains what was written to these tensors; none of a single one, which may be its
     own.  Elements are in float64."""
+    changed = [x for x in tensors if not torch.equal(x.before, x.after)]
     if not changed:
         return UNCHANGED
     for form, interval in _INTERVALS.items() if len(changed) > 1 else ():
         both = [interval(tensor, resolution) for tensor in changed]
         least, most = max(low for low, _ in both), min(high for _, high in both)
         if least <= most:
-            return Written(form, least, most)
+            is_of_all = len(changed) == sum(bool(x.before.any()) for x in tensors)
+            return Written(Form.SCALED if form is Form.FACTOR and is_of_all else form, least, most)
     return NOTHING
 
 
@@ -232,12 +233,15 @@ _INTERVALS = {
 
 def different_writes(each: Sequence[Written], step: str) -> str | None:
     """Tell in a message where two ranks have explained what they wrote alike, by numbers that differ."""
-    for forms, text in _COMPARED.items():
-        alike = [rank for rank, written in enumerate(each) if written.form in forms]
+    for (forms, text), what in product(_COMPARED.items(), ("weights", "gradients")):
+        of = [(written.form, "gradients" if written.to_gradients else "weights") for written in each]
+        alike = [rank for rank, (form, its) in enumerate(of) if form in forms and its == what]
         high = max(alike, key=lambda rank: each[rank].least, default=0)
         low = min(alike, key=lambda rank: each[rank].most, default=0)
         if each[high].least > each[low].most:
-            (first, there), (rank, here) = ((k, text.format(_number(each[k]))) for k in sorted((low, high)))
+            (first, there), (rank, here) = (
+                (k, text.format(what, _number(each[k]))) for k in sorted((low, high))
+            )
             return f"Rank {rank} has {here} before {step}, and rank {first} {there}. {_REMEDY}"
     return None
 
@@ -250,13 +254,12 @@ def _number(written: Written) -> str:
 #: Forms whose numbers are compared.  Some weights may have a factor that no weight of another rank has, by
 #: their names; all of a rank have it by a number of these.
 _COMPARED = {
-    (Form.FACTOR, Form.SCALED): "multiplied its weights by {}",
-    (Form.SCALED, Form.UNCHANGED): "multiplied its weights by {}",
-    (Form.STEP,): "added its gradients to its weights, times {}",
-    (Form.BOUND,): "bounded its weights by {}",
-    (Form.THRESHOLD,): "zeroed its weights up to {}",
-    (Form.SHRUNK,): "shrunk its weights by {}",
-    (Form.GRADIENTS,): "multiplied its gradients by {}",
+    (Form.FACTOR, Form.SCALED): "multiplied its {} by {}",
+    (Form.SCALED, Form.UNCHANGED): "multiplied its {} by {}",
+    (Form.STEP,): "added its gradients to its {}, times {}",
+    (Form.BOUND,): "bounded its {} by {}",
+    (Form.THRESHOLD,): "zeroed its {} up to {}",
+    (Form.SHRUNK,): "shrunk its {} by {}",
 }
 _REMEDY = (
     "A rank has its part of the model in pipe.parameters and in the optimizer's groups, and a norm or a "

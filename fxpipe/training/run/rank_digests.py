@@ -25,6 +25,7 @@ from fxpipe.training.model.partial_model import trained_tensors
 from fxpipe.training.optimizer.batch_digest import ABSENT, DIGESTS, Facts, difference, words
 from fxpipe.training.optimizer.optimizer import Counts, PipelineOptimizer
 from fxpipe.training.optimizer.script_changes import ScriptChanges
+from fxpipe.training.optimizer.weight_writes import Form
 
 
 @dataclass(eq=False)
@@ -72,6 +73,8 @@ class RankDigests:
         self.changes.warn_of_unused()
         self.changes.compare(gradients_alone=True)  # of those to which the step adds
         changed, weights = self.changes.change(at_once=False), self.changes.writes.compare()
+        if weights.form <= Form.UNCHANGED and self.changes.allowed:
+            weights = self.changes.declared
         options, updates = self._of_optimizer()
         names, digests = self._known_digests()
         return Facts(

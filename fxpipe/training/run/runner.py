@@ -379,8 +379,7 @@ class Runner(RankRunner):
                     options = {} if optimizer is None else optimizer.options()
                     process.check_alike(options, f"the optimizer in {step}", SAME_OPTIONS)
                 raise RunError(problem)
-            each = weights_of(ranks, changes.resolution)
-            changes.writes.tell(each, step, warns=process.leads)
+            changes.writes.tell(weights_of(ranks), step, warns=process.leads)
             first = number == self.first_step and process.leads and process.replicas > 1
             if first and all_alike(ranks, leaves, process.replicas):
                 warnings.warn(_ALL_ALIKE.format(step=step), stacklevel=2)
