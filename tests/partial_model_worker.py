@@ -254,6 +254,21 @@ def norm_by_hand(rank: Rank, script: Script) -> None:
     rank.text("norm by hand", [of_optimizers, *(str(warning.message) for warning in told)])
 
 
+def scaled_by_hand(rank: Rank) -> None:
+    """Weights behind an update, by the norm of those that are here."""
+    script = Script()
+    script.step()
+    parameters = script.pipe.parameters.values()
+    with torch.no_grad():
+        norm = torch.stack([p.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.div_(norm)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        script.pipe.step(script.batch)
+    rank.text("scaled by hand", [str(warning.message) for warning in told])
+
+
 def changed_between(rank: Rank, name: str, **options: object) -> None:
     """Weights that a script changes between steps, in a model that is whole then, or that it loads."""
     script = Script(**options)
@@ -509,6 +524,7 @@ def main(directory: Path) -> None:
     old_state_dicts(rank)
     changed_on_one_rank(rank)
     own_optimizer(rank)
+    scaled_by_hand(rank)
     changed_between(rank, "split", vocab_parallel=True)
     changed_between(rank, "rows", **REPLICAS, shard="parameters")
     changed_between(rank, "updated", **REPLICAS, shard="optimizer")
