@@ -223,8 +223,7 @@ def own_optimizer(rank: Rank) -> None:
     script = Script()
     script.optimizer = torch.optim.Adam(script.model.parameters(), lr=0.05)
     script.step()
-    norm_by_hand(rank, script.model)
-    script.pipe.step(script.batch)
+    norm_by_hand(rank, script)
     script.pipe.synchronize()
     script.optimizer.step()
     rank.error("use after an own step", lambda: script.model(*script.whole))
@@ -241,8 +240,9 @@ class Reads(torch.optim.Optimizer):
         self.gradients = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
 
 
-def norm_by_hand(rank: Rank, model: nn.Module) -> None:
+def norm_by_hand(rank: Rank, script: Script) -> None:
     """Of the gradients that are here; an optimizer asks for them, too."""
+    model = script.model
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         Reads(model.parameters()).step()
@@ -250,7 +250,23 @@ def norm_by_hand(rank: Rank, model: nn.Module) -> None:
         of_optimizers = len(told)
         for _ in range(2):
             sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+        script.pipe.step(script.batch)
     rank.text("norm by hand", [of_optimizers, *(str(warning.message) for warning in told)])
+
+
+def scaled_by_hand(rank: Rank) -> None:
+    """Weights behind an update, by the norm of those that are here."""
+    script = Script()
+    script.step()
+    parameters = script.pipe.parameters.values()
+    with torch.no_grad():
+        norm = torch.stack([p.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.div_(norm)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        script.pipe.step(script.batch)
+    rank.text("scaled by hand", [str(warning.message) for warning in told])
 
 
 def changed_between(rank: Rank, name: str, **options: object) -> None:
@@ -508,6 +524,7 @@ def main(directory: Path) -> None:
     old_state_dicts(rank)
     changed_on_one_rank(rank)
     own_optimizer(rank)
+    scaled_by_hand(rank)
     changed_between(rank, "split", vocab_parallel=True)
     changed_between(rank, "rows", **REPLICAS, shard="parameters")
     changed_between(rank, "updated", **REPLICAS, shard="optimizer")

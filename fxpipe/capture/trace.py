@@ -287,6 +287,7 @@ def _run(
         patches.uncompiled(),
         patches.weighted_errors(),
         patches.whole_heads(),
+        patches.unoptimized_scripts(),
     )
     checkpoints = (
         patches.checkpoints_that_end(),

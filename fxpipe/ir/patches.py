@@ -54,6 +54,13 @@ def uncompiled() -> contextlib.AbstractContextManager[object]:
     return patch  # then the function is called
 
 
+def unoptimized_scripts() -> contextlib.AbstractContextManager[object]:
+    """Let functions of TorchScript run the ops that are written, in each run: from their second one on it
+    replaces some."""
+    context: contextlib.AbstractContextManager[object] = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    return context
+
+
 def weighted_errors() -> contextlib.AbstractContextManager[object]:
     """Let ``l1_loss`` have its weight where modes see torch's functions, to which torch 2.11 to 2.14 give it
     without one."""

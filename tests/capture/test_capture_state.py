@@ -768,6 +768,24 @@ def test_a_scripted_child():
     assert "TorchScript" in message
 
 
+def log_of_distance(x: torch.Tensor) -> torch.Tensor:
+    return ((x - 0.1).abs() + 1.0).log()
+
+
+def test_a_scripted_function():
+    """TorchScript has other ops for its second run, which is no change of the model."""
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
+        scripted = torch.jit.script(log_of_distance)
+
+    class CallsScript(Layers):
+        def between(self, x, i):
+            return scripted(x) if i == 2 else x
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The forward runs other ops")
+        assert_equals_eager(CallsScript, rows, ranks=2, schedule="1f1b")
+
+
 def test_data_parallel():
     built = nn.DataParallel(Layers())
     with pytest.raises(fxpipe.CaptureError, match=r"DataParallel.*\.module"):

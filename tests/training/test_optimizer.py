@@ -262,6 +262,22 @@ def test_groups_cannot_be_added_later():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+class Sophia(torch.optim.SGD):
+    def update_hessian(self):
+        pass
+
+
+def test_methods_of_the_wrapped_class_are_those_of_this_rank():
+    optimizer = pipeline(Squares()).optimizer(Sophia, lr=1.0)
+    with pytest.raises(
+        AttributeError, match=r"wraps Sophia: update_hessian is opt\.optimizer\.update_hessian,"
+    ):
+        optimizer.update_hessian()
+    with pytest.raises(AttributeError, match="'PipelineOptimizer' object has no attribute 'update_hesian'"):
+        optimizer.update_hesian()
+    optimizer.optimizer.update_hessian()
+
+
 def tried(cls, dims=(), ranks=2, shape=(32, 24), **options):
     kinds = {Table(shape, frozenset(dims)), Table(shape[:1])}
     check_groups([Group(cls, options)], [kinds], CPU, ranks=ranks)

@@ -96,6 +96,13 @@ def test_a_norm_by_hand_is_told_once_that_it_is_of_a_part(ranks):
         assert "opt.grad_norm() is the norm of all" in told[0]
 
 
+def test_weights_that_are_scaled_by_a_norm_of_a_part(ranks):
+    (told,), nothing = text(ranks, "scaled by hand")
+    assert told.startswith("Rank 1 has multiplied its weights by ")
+    assert " before step 1, and rank 0 multiplied its weights by " in told
+    assert not nothing
+
+
 @pytest.mark.parametrize("fact", ["counts parameters", "part", "zeros"])
 def test_shapes_are_those_of_the_whole_model(ranks, fact):
     assert text(ranks, fact) == [True, True]

@@ -17,10 +17,11 @@ import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.runtime.torch_private import has_step_hooks
 from fxpipe.training.optimizer import script_changes
-from fxpipe.training.optimizer.batch_digest import Facts, difference, words
+from fxpipe.training.optimizer.batch_digest import Facts, difference, weights_of, words
 from fxpipe.training.optimizer.optimizer import PipelineOptimizer
 from fxpipe.training.optimizer.script_changes import Change, Kind, ScriptChanges, different_changes
 from fxpipe.training.optimizer.step_loss import StepLoss
+from fxpipe.training.optimizer.weight_writes import different_writes
 
 RANKS, BATCH = 2, torch.randn(4, 8)
 RESOLUTION = 1e-6
@@ -87,6 +88,15 @@ class Rank:
 
     def mask(self):
         self.grads[0][0] = 0.0
+
+    def largest(self, part):
+        """All but those below a quantile of all."""
+        least = torch.cat([grad.flatten() for grad in self.grads]).abs().quantile(part)
+        for grad in self.grads:
+            grad.mul_(grad.abs() > least)
+
+    def bound(self, value):
+        nn.utils.clip_grad_value_(self.parameters, value)
 
     def ascend(self):
         norm = torch.stack([grad.norm() for grad in self.grads]).norm()
@@ -368,6 +378,16 @@ def test_an_optimizer_of_the_users_own_that_needs_what_other_ranks_have():
     assert rank.changes.change(at_once=False) == Change(Kind.NOTHING)
 
 
+def test_an_optimizer_of_the_users_own_that_needs_a_closure():
+    rank = Rank(0)
+    before = [p.detach().clone() for p in rank.parameters]
+    with pytest.raises(
+        RunError, match="LBFGS updates a parameter by the values of others, which other ranks"
+    ):
+        torch.optim.LBFGS(rank.parameters, lr=0.1).step(lambda: 1.0)
+    assert all(map(torch.equal, before, rank.parameters))
+
+
 def test_an_optimizer_of_the_users_own_is_tried_with_its_attributes():
     rank, log = Rank(0), []
     scheduled = NeedsMore(rank.parameters, base=log, lr=0.1)
@@ -427,6 +447,46 @@ def test_a_process_that_has_all_gradients_compares_nothing():
     next(iter(pipe.parameters.values())).grad.zero_()
     changes.compare()
     assert changes.change(at_once=True) == Change()
+
+
+def test_factors_that_a_script_has_declared_are_compared():
+    """Of several tensors: they may be by a norm of all of a rank."""
+
+    def told(*done):
+        each = []
+        for number, (way, *arguments) in enumerate(done):
+            rank = Rank(number, allowed=True)
+            getattr(rank, way)(*arguments)
+            rank.changes.compare()
+            assert rank.changes.change(at_once=True) == Change()
+            each.append(rank.changes.declared)
+        rows = torch.stack([words(Facts(1, weights=written), [], {}) for written in each])
+        assert weights_of(rows) == each
+        return different_writes(each, "step 3") or ""
+
+    assert told(("clip", 1e-2), ("clip", 1e-2)).startswith("Rank 1 has multiplied its gradients by 0.00")
+    assert told(("largest", 0.9), ("largest", 0.5)).startswith("Rank 1 has zeroed its gradients up to ")
+    assert told(("bound", 0.9), ("bound", 0.5)).startswith("Rank 1 has bounded its gradients by ")
+    for way in (("scale", 0.5), ("bound", 1.0), ("noise",), ("mask",), ("leave",), ("scale_one", 0.5)):
+        assert not told(way, way)
+        assert ("multiplied" in told(way, ("leave",))) == (way[0] == "scale")
+
+
+def test_a_loop_that_divides_gradients_reads_those_of_other_ranks(recwarn):
+    """And one that takes their norm, which is told when the gradients are compared."""
+    read = "b has no gradient on rank 0", "train.py", 7
+    for steps, factor, told in ((2, 0.5, 0), (2, 1.0, 1), (1, 1.0, 1)):
+        rank = Rank(0, steps=steps)
+        rank.changes.state.reads.append(read)
+        rank.scale(factor)
+        rank.changes.compare()
+        rank.changes.change(at_once=True)
+        assert [str(w.message) for w in recwarn.list if w.lineno == 7] == [read[0]] * told
+        assert not rank.changes.state.reads
+        recwarn.clear()
+    rank.changes.state.reads.append(read)  # the gradients are gone
+    rank.changes.change(at_once=True)
+    assert [str(w.message) for w in recwarn.list] == [read[0]]
 
 
 def test_changes_travel_with_a_step():

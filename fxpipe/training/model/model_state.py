@@ -38,6 +38,9 @@ from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.shards import are_divided, owned
 from fxpipe.training.model.whole_model import WholeModel
 
+#: What to warn of where code reads a gradient that other ranks have: the text, the file and the line.
+Read = tuple[str, str, int]
+
 
 @dataclass(eq=False)
 class ModelState:
@@ -52,6 +55,7 @@ class ModelState:
     ``.grad``, which is a part of them; ``handed_out``: these gradients.  ``run``: a name of the run, the same
     after it was resumed. ``then``: its hooks and frozen parameters when it was compiled.  ``lane``: that of a
     state of one lane, made by a process that runs all.  ``rows``: the parameters of rows of tables.
+    ``reads``: of gradients elsewhere, since the last comparison of gradients.
     ``registered``: the model's tensors under torchrun, which may live longer than a module around them.
     """
 
@@ -73,6 +77,7 @@ class ModelState:
     updates: PendingUpdate = field(default_factory=PendingUpdate)
     registered: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     whole: WholeModel | None = None  # as synchronize has left the model, until a step changes it
+    reads: list[Read] = field(default_factory=list)
     kept: frozenset[str] = frozenset()  # names of buffers that are in plain attributes of the model's modules
 
     def __post_init__(self) -> None:

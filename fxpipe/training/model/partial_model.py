@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-import warnings
 import weakref
 from functools import cache
 from types import FrameType
@@ -331,7 +330,8 @@ class Explanation:
         )
 
     def gradient_is_read(self, tensor: torch.Tensor, frame: FrameType) -> None:
-        """Warn the user's code, once, that a norm of the gradients here is of a part of the model.
+        """Note, once, to warn the user's code that a norm of the gradients here is of a part of the model,
+        unless it divides them: where they are compared, that shows.
 
         Optimizers, also the user's, ask all parameters, and update those that have one.
         """
@@ -343,13 +343,13 @@ class Explanation:
             return
         self._has_warned = True
         name = _name_of(tensor, state)
-        warnings.warn(
+        text = (
             f"{name or 'This tensor'} has no gradient on rank {self.rank}, as it is on {self._place(name)}: "
             "what is computed here of all gradients, such as their norm, is of a part of the model. "
             "opt.grad_norm() is the norm of all, and opt.last_norm that of the last update with "
-            "clip_grad_norm=; pipe.parameters are what this rank holds.",
-            stacklevel=3,
+            "clip_grad_norm=; pipe.parameters are what this rank holds."
         )
+        state.reads.append((text, frame.f_code.co_filename, frame.f_lineno))
 
     def is_written_there(self, tensor: torch.Tensor) -> bool:
         """Whether it is a buffer that other ranks have whole: the script runs on them, too."""

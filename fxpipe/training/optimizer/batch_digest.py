@@ -14,13 +14,16 @@ import torch
 from fxpipe.runtime.job.calls import SPACE
 from fxpipe.runtime.job.digest import digest
 from fxpipe.training.optimizer.script_changes import UNKNOWN, Change, Kind, different_changes
+from fxpipe.training.optimizer.weight_writes import NOTHING, Form, Written
 
 #: The words that each rank sends: a fixed number, as ranks with different plans must be able to compare them.
 WORDS = SPACE
 #: Of tensors that several ranks hold, the digests that travel in a step.
 DIGESTS = 4
 #: Where each word is, and the first of several.
-PLAN, STOP, REFUSES, ASKED, OPTIONS, UPDATES, ADDED, CALLS, CHANGED, FACTOR, WRITTEN, SHARED = range(12)
+PLAN, STOP, REFUSES, ASKED, OPTIONS, UPDATES, ADDED, CALLS, CHANGED, WRITTEN, FORM, NUMBERS = range(12)
+FACTOR, LEAST, MOST = range(NUMBERS, NUMBERS + 3)  # float64
+SHARED = NUMBERS + 3
 LEAVES = SHARED + DIGESTS
 
 ABSENT = 0  # the word of what a rank does not have, or was not given
@@ -37,6 +40,7 @@ class Facts:
     changed between the last step and its update.
     ``names``: of tensors that several ranks hold, the same on all ranks, and their ``digests``.
     ``written``: the number of the tensors that the script has changed in a model that is whole, with values.
+    ``weights``: what the script has written to the weights that this rank trains, or to their gradients.
     ``refuses``: whether it does not run the step, as the batch, or what is asked for, is wrong.
     """
 
@@ -48,6 +52,7 @@ class Facts:
     added: int = ABSENT
     calls: int = ABSENT
     changed: Change = UNKNOWN
+    weights: Written = NOTHING
     names: tuple[str, ...] = ()
     digests: tuple[int, ...] = ()
     refuses: bool = False
@@ -63,9 +68,12 @@ def words(facts: Facts, leaves: Sequence[str], batch: Mapping[str, object]) -> t
     row = torch.zeros(WORDS, dtype=torch.int64, device="cpu")
     optimizer = facts.options, facts.updates, facts.added, facts.calls, facts.changed.kind
     begin = facts.plan, int(facts.stop), int(facts.refuses), facts.asked
-    known = *begin, *optimizer, ABSENT, facts.written, *facts.digests
-    row[: len(known)] = row.new_tensor(known)  # then the factor, whose bits take the word left ABSENT
-    row.view(torch.float64)[FACTOR] = facts.changed.factor
+    form = facts.weights.form + len(Form) * facts.weights.to_gradients
+    known = *begin, *optimizer, facts.written, form
+    row[:NUMBERS] = row.new_tensor(known)
+    numbers = facts.changed.factor, facts.weights.least, facts.weights.most
+    row[NUMBERS:SHARED] = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64)
+    row[SHARED : SHARED + len(facts.digests)] = row.new_tensor(facts.digests)
     for slot, names in _slots(leaves):
         if tensors.keys() >= set(names):  # with one missing the sum would differ from that of other ranks
             for name in names:
@@ -130,6 +138,17 @@ def difference(
     return None
 
 
+def weights_of(ranks: torch.Tensor) -> list[Written]:
+    """What the scripts of all ranks have written to weights, from their words; or to gradients, where they
+    have declared that."""
+    bounds: list[list[float]] = ranks[:, [LEAST, MOST]].view(torch.float64).tolist()
+    forms = [divmod(word, len(Form)) for word in ranks[:, FORM].tolist()]
+    return [
+        Written(Form(form), least, most, bool(of))
+        for (of, form), (least, most) in zip(forms, bounds, strict=True)
+    ]
+
+
 def all_alike(ranks: torch.Tensor, leaves: Sequence[str], replicas: int) -> bool:
     """Whether all replicas have the same batch, from the words of all ranks."""
     slots = [slot for slot, _ in _slots(leaves)]
@@ -146,7 +165,10 @@ _OPTIMIZER = {
     UPDATES: "Rank {rank} has called step() of its optimizer {own} times, and rank {first} {theirs} times, "
     "before {step}. Call it on all ranks.",
     ADDED: "Rank {rank} adds to the gradients of {own} earlier steps, and rank {first} to those of {theirs}, "
-    "in {step}. Call zero_grad() of the optimizer on all ranks.",
+    "in {step}. Call zero_grad() of the optimizer on all ranks. Where parts of a model are to be updated at "
+    "other steps than the rest, let one optimizer of all update and zero in each, keep copies of the "
+    "gradients that are to wait, set .grad of these to None, and add the copies before their update, with "
+    "pipe.optimizer(…, changes_gradients=True).",
     CALLS: "Rank {rank} has called step(), zero_grad(), load_state_dict(), train() or eval() of its "
     "optimizer in another order than rank {first}, before {step}. Make the same calls on all ranks.",
     OPTIONS: "The optimizer of rank {rank} has other options than that of rank {first} in {step}. "

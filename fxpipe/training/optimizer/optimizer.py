@@ -114,6 +114,16 @@ class PipelineOptimizer(Optimizer):
         if script_changes is not None:
             script_changes.known.add(self)
 
+    def __getattr__(self, name: str) -> Any:
+        """Tell of what the wrapped class has beside torch's own: AttributeError says how it is called."""
+        has = name != "optimizer" and not name.startswith("_") and hasattr(self.optimizer, name)
+        raise AttributeError(
+            f"pipe.optimizer wraps {self.kind}: {name} is opt.optimizer.{name}, which has the parameters of "
+            "this rank alone, so it must need no values of others."
+            if has
+            else f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
@@ -153,7 +163,12 @@ class PipelineOptimizer(Optimizer):
         else:
             self._finish(self.grad_norm())
         self._changed()  # where an update was left out, too: replicas have to agree on it
+        self._tell_of_update()
         return loss
+
+    def _tell_of_update(self) -> None:
+        if self._script_changes is not None:
+            self._script_changes.writes.updated()
 
     @property
     def last_norm(self) -> torch.Tensor | None:
@@ -277,6 +292,7 @@ class PipelineOptimizer(Optimizer):
                 self._give_masters()
                 self._changed()
                 self._finish(norm)
+            self._tell_of_update()
         if ahead.zeroes:
             self._zero()
         return is_plain or not table[:, 2].any()

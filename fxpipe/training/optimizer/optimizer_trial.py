@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -111,15 +111,25 @@ def check_users_optimizer(optimizer: Optimizer, dims: frozenset[int], device: to
         options = {name: value for name, value in group.items() if name != "params"}
         groups.append(Group(cls, made_with, options))
         kinds.append(_extremes((Table(tuple(p.shape), dims) for p in group["params"]), _LENGTH**2, _LENGTH))
+    ways: list[MakesOptimizer] = [cls, _copies_of(optimizer)]
     with torch.random.fork_rng([device] if is_accelerator(device) else []):
-        for way in (cls, _copies_of(optimizer)):
+        for way, step in product(ways, (_step, _step_with_closure)):
             alike = [replace(each, cls=way, defaults=made_with if way is cls else {}) for each in groups]
             try:
-                check_separable(_Trial.of(_with_rates(alike), kinds, device))
+                check_separable(_Trial.of(_with_rates(alike), kinds, device, step=step))
             except RunError:
                 raise
             except Exception:  # noqa: BLE001 - a class of the user's, which may need more
                 continue
+
+
+def _step(optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+def _step_with_closure(optimizer: Optimizer) -> None:
+    """An update of a class that needs one, by gradients that stay as they are."""
+    optimizer.step(lambda: 0.0)
 
 
 def _copies_of(optimizer: Optimizer) -> MakesOptimizer:
@@ -282,6 +292,7 @@ class _Trial:
     groups: Sequence[Group]
     drawn: Sequence[_Drawn]
     whole: Sequence[Sequence[torch.Tensor]]
+    step: Callable[[Optimizer], object] = _step
 
     @staticmethod
     def of(
@@ -289,8 +300,9 @@ class _Trial:
         tables: Sequence[Sequence[Table]],
         device: torch.device,
         updates: int = len(_SIZES),
+        step: Callable[[Optimizer], object] = _step,
     ) -> _Trial:
-        """Make the updates.  tables: of each group."""
+        """Make the updates.  tables: of each group.  step: makes one."""
         for dtype in _DTYPES:
             try:
                 drawn = list[_Drawn]()
@@ -299,10 +311,10 @@ class _Trial:
                         start, grads = _drawn(shape, updates, device, dtype, len(drawn))
                         drawn.append(_Drawn(number, dims, start, grads))
                 with _alone(" and ".join(dict.fromkeys(name_of(group.cls) for group in groups))):
-                    together = _Tables(groups, drawn)
+                    together = _Tables(groups, drawn, step=step)
                     with _NoCommunication():  # type: ignore[no-untyped-call]
                         whole = [together.whole(), *map(together.updated, range(updates))]
-                return _Trial(groups, drawn, whole)
+                return _Trial(groups, drawn, whole, step)
             except RunError:
                 raise
             except Exception:  # whatever a class, or a device, raises that has no such dtype
@@ -314,7 +326,7 @@ class _Trial:
         self,
         dim: int | None = None,
         ranks: int = 1,
-        step: Callable[[Optimizer], object] = lambda optimizer: optimizer.step(),
+        step: Callable[[Optimizer], object] | None = None,
         *,
         exactly: bool = False,
     ) -> str | None:
@@ -322,7 +334,7 @@ class _Trial:
 
         They make the same updates without a watch over each of their ops.
         """
-        tables = _Tables(self.groups, self.drawn, dim, ranks, step)
+        tables = _Tables(self.groups, self.drawn, dim, ranks, step or self.step)
         for update, (before, after) in enumerate(pairwise(self.whole)):
             if not all(bool(table.isfinite().all()) for table in after):
                 break  # the class cannot stand gradients of this size
@@ -346,7 +358,7 @@ class _Tables:
         drawn: Sequence[_Drawn],
         dim: int | None = None,
         ranks: int = 1,
-        step: Callable[[Optimizer], object] = lambda optimizer: optimizer.step(),
+        step: Callable[[Optimizer], object] = _step,
     ):
         self.drawn, self.step = drawn, step
         self.dims = [dim if dim in table.dims else None for table in drawn]

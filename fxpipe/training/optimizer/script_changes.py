@@ -28,11 +28,18 @@ from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.accelerator import event, is_accelerator
 from fxpipe.runtime.torch_private import before_each_update, collectives_begun, writes_to
 from fxpipe.training.model.elsewhere import is_elsewhere
-from fxpipe.training.model.model_state import ModelState
+from fxpipe.training.model.model_state import ModelState, Read
 from fxpipe.training.optimizer.optimizer_trial import check_users_optimizer
+from fxpipe.training.optimizer.weight_writes import (
+    NOTHING,
+    TENSORS,
+    Elements,
+    WeightWrites,
+    Written,
+    elements_of,
+    explained,
+)
 
-#: Tensors of which elements are compared, others after each step, and how many elements of each.
-TENSORS, ELEMENTS = 16, 64
 #: The rounding errors that a product of a gradient may have, and those of two ranks' factors.
 ROUNDINGS = 4
 
@@ -78,7 +85,8 @@ class _Comparison:
     there.  ``norm_is_known``: whether the script has the norm of all gradients, so that any factor, 1 too,
     may be by it.  ``is_averaged``: whether a division by the steps may be one by the processes.
     ``resolution``: the error that a product may have.  ``copied``: when the elements are on the CPU.
-    ``if_undivided``: what to warn of where the script has not changed the gradients.
+    ``if_undivided``: what to warn of where the script has not changed the gradients.  ``reads``: of gradients
+    that other ranks have, before it.  ``lengths``: of the elements of each gradient.
     """
 
     gradients: torch.Tensor
@@ -90,6 +98,8 @@ class _Comparison:
     resolution: float
     copied: torch.Event | None
     if_undivided: str = ""
+    reads: Sequence[Read] = ()
+    lengths: Sequence[int] = ()
 
     def change(self) -> Change:
         if self.copied is not None:
@@ -109,6 +119,13 @@ class _Comparison:
             return Change(Kind.GRADIENTS)
         return Change(Kind.FACTOR if self._explains(factor) else Kind.OTHER_FACTOR, factor)
 
+    def explained(self) -> Written:
+        """The number that explains what was written to gradients, if there is one."""
+        before, after = (row.split([*self.lengths]) for row in self.gradients.double())
+        pairs = zip(before, after, strict=True)
+        elements = [Elements(b, a, stepped=b, gradient=torch.zeros_like(b)) for b, a in pairs]
+        return explained(elements, self.resolution)._replace(to_gradients=True)
+
     def _explains(self, factor: float) -> bool:
         """Whether it is by the norm of all gradients, the mean over their steps, or 0, for a new sum."""
         is_mean = abs(factor * self.steps - 1) <= self.resolution
@@ -126,7 +143,8 @@ class _Comparison:
 @dataclass(eq=False)
 class ScriptChanges:
     """The changes that the script makes in this process.  ``allowed``: whether the user has said that they
-    need no values of other ranks.  ``known``: the optimizers that call ``compare`` before they update."""
+    need no values of other ranks.  ``known``: the optimizers that call ``compare`` before they update.
+    ``writes``: to weights, behind an update."""
 
     state: ModelState
     rank: int
@@ -144,6 +162,8 @@ class ScriptChanges:
     _has_warned: bool = False
     _has_told_of_sum: bool = False
     _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
+    writes: WeightWrites = field(init=False)
+    declared: Written = NOTHING  # what the script, which may do so, has written to gradients
     _begun: list[_Comparison] = field(default_factory=list)
     _earlier: list[_Comparison] = field(default_factory=list)
 
@@ -155,6 +175,7 @@ class ScriptChanges:
             self._names = self.state.owned_by(self.rank).gradients
             me = weakref.ref(self)
             before_each_update(lambda optimizer: _follow(me, optimizer))
+        self.writes = WeightWrites(self._names, self.state.value, self.resolution)
 
     @cached_property
     def resolution(self) -> float:
@@ -182,6 +203,7 @@ class ScriptChanges:
             for name, p in parameters.items()
             if p.grad is not None
         }
+        self.writes.stepped(known)
         for name in self.state.owned_by(self.rank).gradients:
             if (grad := self.state.parameter(name).grad) is not None:
                 _left_by[grad] = weakref.ref(self)
@@ -216,7 +238,7 @@ class ScriptChanges:
         then = [x for name in there if (x := after_step[name].elements) is not None]
         now = _elements([p for name, p in there.items() if after_step[name].elements is not None])
         text = "" if gradients_alone else self._if_undivided()
-        if self.allowed or not now:
+        if not now:
             return
         gradients, values = (
             torch.stack([torch.cat([x[k] for x in each]) for each in (then, now)]) for k in range(2)
@@ -235,11 +257,14 @@ class ScriptChanges:
             written,
             steps=self._steps,
             norm_is_known=self._knows_norm,
-            is_averaged=has_communicated and self._steps == dist.get_world_size(),
+            is_averaged=has_communicated and not self.allowed and self._steps == dist.get_world_size(),
             resolution=self.resolution,
             copied=copied,
-            if_undivided=text,
+            if_undivided="" if self.allowed else text,
+            reads=[*self.state.reads],
+            lengths=[len(gradient) for gradient, _ in now],
         )
+        self.state.reads.clear()
         self._begun.append(begun)
 
     def _if_undivided(self) -> str:
@@ -309,6 +334,15 @@ class ScriptChanges:
             if is_unchanged and comparison.if_undivided and not self._has_told_of_sum:
                 self._has_told_of_sum = True
                 warnings.warn(comparison.if_undivided, stacklevel=2)
+            is_mean = comparison.steps > 1 and abs(change.factor * comparison.steps - 1) <= self.resolution
+            self.state.reads += comparison.reads if not is_mean else ()  # else of the loop that divides them
+        for text, file, line in self.state.reads:
+            warnings.warn_explicit(text, UserWarning, file, line)
+        self.state.reads.clear()
+        if self.allowed:
+            declared = [comparison.explained() for comparison in comparisons]
+            self.declared = declared[0] if len(declared) == 1 else NOTHING
+            return UNKNOWN
         changes = {change for _, change in changed} - {UNKNOWN}
         kind = max((change.kind for change in changes), default=Kind.ABSENT)
         if kind in (Kind.FACTOR, Kind.OTHER_FACTOR) and len(changes) > 1:
@@ -320,15 +354,8 @@ def _elements(parameters: Sequence[Parameter]) -> list[tuple[torch.Tensor, torch
     """Copies of some elements of each gradient, and of its parameter."""
     both = []
     for tensors in ([p.grad for p in parameters], [p.detach() for p in parameters]):
-        views = [_view(tensor) for tensor in tensors if tensor is not None]
-        both.append(torch.cat(views).split([len(view) for view in views]) if views else ())
+        both.append(elements_of([tensor for tensor in tensors if tensor is not None]))
     return [*zip(*both, strict=True)]
-
-
-def _view(tensor: torch.Tensor) -> torch.Tensor:
-    flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
-    every = max(1, len(flat) // ELEMENTS)
-    return flat[every // 2 :: every][:ELEMENTS]
 
 
 def _follow(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
@@ -338,11 +365,17 @@ def _follow(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
         living.known.add(optimizer)
         living.check(optimizer)
         optimizer.register_step_pre_hook(lambda updating, *_: _compare(changes, updating))
+        optimizer.register_step_post_hook(lambda *_: _updated(changes))
 
 
 def _compare(changes: weakref.ref[ScriptChanges], optimizer: Optimizer) -> None:
     if (living := changes()) is not None:
         living.compare(optimizer)
+
+
+def _updated(changes: weakref.ref[ScriptChanges]) -> None:
+    if (living := changes()) is not None:
+        living.writes.updated()
 
 
 def different_changes(changes: Sequence[Change], resolution: float, step: str) -> str | None:

@@ -25,6 +25,7 @@ from fxpipe.training.model.partial_model import trained_tensors
 from fxpipe.training.optimizer.batch_digest import ABSENT, DIGESTS, Facts, difference, words
 from fxpipe.training.optimizer.optimizer import Counts, PipelineOptimizer
 from fxpipe.training.optimizer.script_changes import ScriptChanges
+from fxpipe.training.optimizer.weight_writes import Form
 
 
 @dataclass(eq=False)
@@ -71,7 +72,9 @@ class RankDigests:
         order = ABSENT if self._counts is None else self._counts.order
         self.changes.warn_of_unused()
         self.changes.compare(gradients_alone=True)  # of those to which the step adds
-        changed = self.changes.change(at_once=False)
+        changed, weights = self.changes.change(at_once=False), self.changes.writes.compare()
+        if weights.form <= Form.UNCHANGED and self.changes.allowed:
+            weights = self.changes.declared
         options, updates = self._of_optimizer()
         names, digests = self._known_digests()
         return Facts(
@@ -83,6 +86,7 @@ class RankDigests:
             added=self._added(),
             calls=order,
             changed=changed,
+            weights=weights,
             names=names,
             digests=digests,
             written=written,

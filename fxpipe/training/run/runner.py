@@ -38,6 +38,7 @@ from fxpipe.training.optimizer.batch_digest import (
     difference,
     options_differ,
     refusing,
+    weights_of,
     words,
 )
 from fxpipe.training.run.batch_orders import Batch, agreed_batch
@@ -370,14 +371,15 @@ class Runner(RankRunner):
             if refuse := refusing(ranks):
                 raise NoAnswer(f"rank {refuse[0]} does not run {step}")
             self.stops = any_stops(ranks)
-            resolution = self.rank_digests.changes.resolution
-            problem = difference(ranks, leaves, step, facts.names, process.replicas, resolution)
+            changes = self.rank_digests.changes
+            problem = difference(ranks, leaves, step, facts.names, process.replicas, changes.resolution)
             if problem is not None:
                 optimizer = self.rank_digests.optimizer
                 if options_differ(ranks):
                     options = {} if optimizer is None else optimizer.options()
                     process.check_alike(options, f"the optimizer in {step}", SAME_OPTIONS)
                 raise RunError(problem)
+            changes.writes.tell(weights_of(ranks), step, warns=process.leads)
             first = number == self.first_step and process.leads and process.replicas > 1
             if first and all_alike(ranks, leaves, process.replicas):
                 warnings.warn(_ALL_ALIKE.format(step=step), stacklevel=2)
