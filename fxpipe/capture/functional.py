@@ -140,11 +140,50 @@ def _replace_alone(node: fx.Node, known: dict[str, fx.Graph | None]) -> None:
 
 
 def _functional_form(node: fx.Node, known: dict[str, fx.Graph | None]) -> fx.Graph | None:
-    """See ``_traced_alone``; those of ops that are alike are the same.  known: the forms so far."""
+    """An op in functional form, with a placeholder per argument; None if its result has another layout.
+
+    known: the forms so far; those of ops that are alike are the same.
+    """
     kind = _kind(node)
     if kind not in known:
-        known[kind] = _traced_alone(node)
+        known[kind] = _of_twin(node) or _traced_alone(node)
     return known[kind]
+
+
+def _of_twin(node: fx.Node) -> fx.Graph | None:
+    """The op without the ``_`` in its name, and a ``copy_`` of its result: what torch's functionalization
+    gives, in a fraction of the time.  None if there is none, or it gives another layout or dtype."""
+    op: Any = node.target
+    name, sources = op.overloadpacket.__name__, node.all_input_nodes
+    twin: Any = getattr(getattr(aten, name[:-1], None), op._overloadname, None) if name[-1] == "_" else None
+    is_of_shapes = name == "copy_" or torch.Tag.inplace_view in op.tags
+    if (
+        twin is None
+        or is_of_shapes
+        or _parameters(twin) != [(x, kind, False) for x, kind, _ in _parameters(op)]
+    ):
+        return None
+    if not all(isinstance(source.meta.get("val"), torch.Tensor) for source in sources):
+        return None
+    graph = fx.Graph()
+    arguments = {source: graph.placeholder(source.name) for source in sources}
+    for source, argument in arguments.items():
+        argument.meta["val"] = source.meta["val"]
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), arguments.__getitem__)
+    result = graph.call_function(twin, args, kwargs)
+    values, named = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
+    with torch.no_grad():
+        result.meta["val"] = twin(*values, **named)
+    graph.call_function(aten.copy_.default, (args[0], result)).meta["val"] = node.meta["val"]
+    graph.output(result)
+    return graph if _layout(result.meta["val"]) == _layout(node.meta["val"]) else None
+
+
+def _parameters(op: object) -> list[tuple[str, str, bool]]:
+    """The name and the type of each argument of an op, and whether it writes to that."""
+    schema = schema_of(op)
+    assert schema is not None
+    return [(x.name, str(x.type), x.is_write) for x in schema.arguments]
 
 
 def _writes_to_unshared(node: fx.Node) -> bool:
@@ -201,7 +240,7 @@ def _layout(value: object) -> tuple[object, ...] | None:
 
 
 def _traced_alone(node: fx.Node) -> fx.Graph | None:
-    """The op in functional form, with a placeholder per argument; None if its result has another layout."""
+    """The form that torch's functionalization gives an op."""
     sources = node.all_input_nodes
     values: list[Any] = [n.meta.get("val") for n in sources]
     if not all(isinstance(value, torch.Tensor) for value in values):

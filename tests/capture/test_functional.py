@@ -16,6 +16,7 @@ from fxpipe.capture import functional
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
+from fxpipe.ir.compat import FakeMode, make_fx
 from fxpipe.ir.storage import call_nodes
 
 
@@ -276,3 +277,43 @@ def test_values_that_are_traced_again_keep_their_layout() -> None:
     (product,) = found.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[1:]
     assert product.meta["val"].stride() == (2,)
     torch.testing.assert_close(found(x), step(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.relu_(),
+        lambda x: x.mul_(2.0),
+        lambda x: x.add_(x.exp(), alpha=2),
+        lambda x: x.masked_fill_(x > 0, 1.0),
+        lambda x: x.clamp_(min=0.0),
+        lambda x: x.zero_(),
+        lambda x: x.index_add_(0, torch.zeros(4, dtype=torch.int64), x.exp()),
+    ],
+)
+def test_the_op_of_the_name_without_underscore_is_what_a_trace_of_the_op_alone_gives(write):
+    with FakeMode() as mode:
+        (node,) = filter(functional.is_mutating, traced(write, mode).nodes)
+        own, alone = functional._of_twin(node), functional._traced_alone(node)
+    assert own is not None
+    assert [(n.op, n.target, str(n.args), n.kwargs) for n in renamed(own)] == [
+        (n.op, n.target, str(n.args), n.kwargs) for n in renamed(alone)
+    ]
+
+
+@pytest.mark.parametrize("write", [lambda x: x.unsqueeze_(0), lambda x: x.t_()])
+def test_an_op_that_changes_a_shape_has_no_twin(write):
+    with FakeMode() as mode:
+        node = next(filter(functional.is_mutating, traced(write, mode).nodes))
+        assert functional._of_twin(node) is None
+
+
+def traced(write, mode):
+    return make_fx(lambda x: write(x.clone()))(mode.from_tensor(torch.ones(4, 4))).graph
+
+
+def renamed(graph):
+    for number, node in enumerate(graph.nodes):
+        node.target = f"x{number}" if node.op == "placeholder" else node.target
+        node.name = f"x{number}"
+    return graph.nodes
