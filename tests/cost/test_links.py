@@ -197,12 +197,12 @@ def test_bad_options(options, message):
 @pytest.mark.parametrize(("environment", "expected"), [({}, None), ({"LOCAL_WORLD_SIZE": "8"}, 8)])
 def test_torchrun_says_how_many_ranks_a_machine_has(monkeypatch, environment, expected):
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "16", **environment})
-    assert _torchrun_ranks() == expected
+    assert _torchrun_ranks(lanes=1) == expected
 
 
 def test_without_torchrun_there_is_one_machine(monkeypatch):
     monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": "8"})
-    assert _torchrun_ranks() is None
+    assert _torchrun_ranks(lanes=1) is None
 
 
 # -- plans of one device on another --------------------------------------------------------------------

@@ -19,7 +19,8 @@ def untie(graph: fx.Graph) -> None:
     # In the graph's order, operands first, and without recursion: a weight of a loop has as many uses as that
     # has rounds, and a sum as deep.
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        if node.kwargs or node.meta["origin"].seq is not None or len(node.users) != 1:
+        is_of_values = not node.kwargs and all(isinstance(n, fx.Node) for n in node.args)
+        if not is_of_values or node.meta["origin"].seq is not None or len(node.users) != 1:
             continue
         parts = [summand for n in node.args for summand in summands.get(n, [n])]
         # A sum within one stage is itself a summand: autograd's own order is kept there, with its bits.
