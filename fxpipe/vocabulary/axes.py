@@ -157,7 +157,8 @@ def summands_of(total: fx.Node, among: Container[fx.Node] | None = None) -> list
     summands, todo = list[fx.Node](), [total]
     while todo:
         node = todo.pop()
-        is_sum = node.target is aten.add.Tensor and not node.kwargs
+        of_values = all(isinstance(x, fx.Node) for x in node.args) and not node.kwargs
+        is_sum = node.target is aten.add.Tensor and of_values
         if is_sum and (among is None or all(x in among for x in node.args)):
             todo += (node_arg(node, 1), node_arg(node, 0))
         else:
