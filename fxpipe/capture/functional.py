@@ -156,12 +156,9 @@ def _of_twin(node: fx.Node) -> fx.Graph | None:
     op: Any = node.target
     name, sources = op.overloadpacket.__name__, node.all_input_nodes
     twin: Any = getattr(getattr(aten, name[:-1], None), op._overloadname, None) if name[-1] == "_" else None
-    is_of_shapes = name == "copy_" or torch.Tag.inplace_view in op.tags
-    if (
-        twin is None
-        or is_of_shapes
-        or _parameters(twin) != [(x, kind, False) for x, kind, _ in _parameters(op)]
-    ):
+    if twin is None or name == "copy_" or torch.Tag.inplace_view in op.tags:
+        return None
+    if written(twin) or _parameters(twin) != _parameters(op):
         return None
     if not all(isinstance(source.meta.get("val"), torch.Tensor) for source in sources):
         return None
@@ -179,11 +176,11 @@ def _of_twin(node: fx.Node) -> fx.Graph | None:
     return graph if _layout(result.meta["val"]) == _layout(node.meta["val"]) else None
 
 
-def _parameters(op: object) -> list[tuple[str, str, bool]]:
-    """The name and the type of each argument of an op, and whether it writes to that."""
+def _parameters(op: object) -> list[tuple[str, str]]:
+    """The name and the type of each argument of an op."""
     schema = schema_of(op)
     assert schema is not None
-    return [(x.name, str(x.type), x.is_write) for x in schema.arguments]
+    return [(x.name, str(x.type)) for x in schema.arguments]
 
 
 def _writes_to_unshared(node: fx.Node) -> bool:

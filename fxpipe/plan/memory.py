@@ -54,9 +54,9 @@ def held_bytes(plan: Plan) -> tuple[HeldBytes, ...]:
 def adamw_bytes(plan: Plan, rank: int) -> int:
     """The state of AdamW on a rank: two values for each trained element, in the parameter's dtype."""
 
-    def own_bytes(name: ShardName) -> float:
+    def bytes_of_process(name: ShardName) -> float:
         # With shards each process has the state of its rows.
         owners = plan.replicas * plan.lanes.divisor(name) if plan.shard else 1
         return plan.layouts[name].nbytes / owners
 
-    return int(2 * sum(map(own_bytes, plan.tensors[rank].gradients)))
+    return int(2 * sum(map(bytes_of_process, plan.tensors[rank].gradients)))

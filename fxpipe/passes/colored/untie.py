@@ -29,6 +29,6 @@ def untie(graph: fx.Graph) -> None:
             summands[node] = parts
     grads = graph_outputs(graph).grads.items()
     set_outputs(
-        graph, grads={name: tuple(s for x in given for s in summands.get(x, [x])) for name, given in grads}
+        graph, grads={name: tuple(s for x in sums for s in summands.get(x, [x])) for name, sums in grads}
     )
     drop_dead(graph)
