@@ -18,6 +18,7 @@ from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import OptionError, RunError, SizeError, at_least_one, number_of, one_of
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Plan, Validation
+from fxpipe.plan.libraries import import_libraries
 from fxpipe.plan.saved import files
 from fxpipe.plan.step import SHARES, NamedLength
 from fxpipe.plan.work import Expressions, PlanWork
@@ -248,10 +249,12 @@ class Views:
 
         It runs their text, not on tensors but on terms; of programs for batches without padding as well, and
         gives the first certificate that does not hold.  Raises RunError on other ranks than the first, which
-        alone has all programs, and for a pipeline that was saved by an earlier version.
+        alone has all programs, and for a pipeline that was saved by an earlier version.  Imports the modules
+        that the plan names for ops of other libraries; raises ArtifactError where that fails.
         """
         if self.process is not None and not self.process.leads:
             raise RunError("Rank 0 alone has the programs of all ranks: call check() there.")
+        import_libraries(self.plan.libraries, str(self.directory or "The pipeline"))
         artifacts = [each for each in (self.artifact, self.assumed) if each is not None]
         certificates = [check_artifact(artifact) for artifact in artifacts]
         return next((each for each in certificates if not each.holds), certificates[0])

@@ -1,9 +1,10 @@
 """Cuts a chain of costs into contiguous stages, by dynamic programming.
 
 First the smallest possible largest stage is found; then, among all partitions whose largest stage is
-within ``SLACK`` of it, the one whose cuts move the fewest bytes.  Where ranks have several stages, the
-largest rank can take the place of the largest stage: where one op, such as an output layer, is larger than
-other stages, its rank gets less of these.
+within ``SLACK`` of it, the one whose cuts move the fewest bytes, and of equal ones the most even: where an
+output layer is the largest stage, equal layers have many such partitions, and a rank with more of them than
+others holds more memory.  Where ranks have several stages, the largest rank can take the place of the largest
+stage: where one op, such as an output layer, is larger than other stages, its rank gets less of these.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from fxpipe.errors import PartitionError, number_of
 
 SLACK = 0.02
 _ROUNDS = 3  # more change nothing
+_ROUNDING = 1e-12  # of sums in other orders
+_PLACES = 256  # of cuts that are as light, between which the most even is chosen: more are left out
 
 
 def choose_cuts(
@@ -47,10 +50,11 @@ def choose_cuts(
     # block k lies between place k-1 and place k; ends[k] is the cost up to and with block k
     ends = np.array([total[i + 1] for i in places] + [total[-1]])
     speeds = 1 / np.array(slowness or [1.0] * stages)
-    least = _least(ends, speeds, np.zeros(stages), ends[-1] / speeds.sum(), ends[-1] / speeds.min())
+    alone = np.zeros(stages)
+    least = _least(ends, speeds, alone, ends[-1] / speeds.sum(), ends[-1] / speeds.min())
     limits = least * (1 + SLACK) * speeds
     weights = [float(bytes[i]) for i in places] + [0.0]
-    cuts = _lightest(ends, weights, limits.tolist())
+    cuts = _lightest(ends, weights, limits, speeds, alone)
     if ranks:
         cuts = _balanced(ends, weights, speeds, cuts, np.array(ranks))
     return tuple(places[k] for k in cuts)
@@ -73,7 +77,7 @@ def _balanced(
             scale = speeds[first:behind]
             least = _least(work, scale, others, others.max(), loads.max())
             limits = (least * (1 + SLACK) - others) * scale
-            inner = _lightest(work, [*weights[begin + 1 : end], 0.0], limits.tolist())
+            inner = _lightest(work, [*weights[begin + 1 : end], 0.0], limits, scale, others)
             cuts[first : behind - 1] = [begin + 1 + k for k in inner]
     return cuts
 
@@ -113,33 +117,63 @@ def _suffices(ends: np.ndarray, limits: np.ndarray) -> bool:
     return last == len(ends) - 1
 
 
-def _lightest(ends: np.ndarray, weights: list[float], limits: Sequence[float]) -> list[int]:
-    """The block indices after which to cut: minimum total weight, no empty part, all within ``limits``."""
+def _lightest(
+    ends: np.ndarray, weights: list[float], limits: np.ndarray, speeds: np.ndarray, others: np.ndarray
+) -> list[int]:
+    """The block indices after which to cut: no empty part, all within ``limits``, the least total weight, and
+    of these cuts the one whose ranks are the most even.
+
+    others: of each part, the time that the other stages of its rank take.
+    """
     count, stages = len(ends), len(limits)
-    best = [0.0 if e <= limits[0] else float("inf") for e in ends]  # one part that ends with block k
-    back: list[list[int]] = []
+    first = [0.0 if e <= limits[0] else float("inf") for e in ends]  # one part that ends with block k
+    best = [first]
     for limit in limits[1:]:
-        nxt, came = [float("inf")] * count, [-1] * count
+        lighter, nxt = best[-1], [float("inf")] * count
         window: deque[int] = deque()  # candidates j < k for the cut before, lightest first
         for k in range(1, count):
-            cost = best[k - 1] + weights[k - 1]
-            while window and best[window[-1]] + weights[window[-1]] >= cost:
+            cost = lighter[k - 1] + weights[k - 1]
+            while window and lighter[window[-1]] + weights[window[-1]] >= cost:
                 window.pop()
             window.append(k - 1)
             while window and ends[k] - ends[window[0]] > limit:
                 window.popleft()
             if window:
-                nxt[k] = best[window[0]] + weights[window[0]]
-                came[k] = window[0]
-        best = nxt
-        back.append(came)
-    if best[-1] == float("inf"):
+                nxt[k] = lighter[window[0]] + weights[window[0]]
+        best.append(nxt)
+    if best[-1][-1] == float("inf"):
         raise PartitionError(
             f"The model has {count} pieces between places to cut, too uneven to give each of {stages} "
             "stages one. Use fewer ranks or fewer stages per rank."
         )
-    cuts, k = [], count - 1
-    for came in reversed(back):
-        k = came[k]
-        cuts.append(k)
-    return cuts[::-1]
+    return _most_even(ends, np.array(weights), np.array(best), limits, speeds, others)
+
+
+def _most_even(
+    ends: np.ndarray,
+    weights: np.ndarray,
+    best: np.ndarray,
+    limits: np.ndarray,
+    speeds: np.ndarray,
+    others: np.ndarray,
+) -> list[int]:
+    """Of the cuts of least weight the one with the least sum of squares of the times of ranks.
+
+    best: for each number of parts and each block that the last one ends with, the least weight.
+    """
+    blocks, back = np.arange(len(ends)), list[np.ndarray]()
+    squares = np.where(blocks == len(ends) - 1, 0.0, np.inf)  # of the parts behind a cut after each block
+    for part in range(len(limits) - 1, 0, -1):
+        used = np.flatnonzero(squares < np.inf)  # such as one a layer
+        used = used[:: -(-len(used) // _PLACES)]
+        size = ends[used, None] - ends
+        ties = best[part - 1] + weights <= best[part, used, None] * (1 + _ROUNDING)
+        allowed = ties & (size <= limits[part]) & (blocks < used[:, None])
+        sums = squares[used, None] + (others[part] + size / speeds[part]) ** 2
+        sums = np.where(allowed, sums, np.inf)
+        back.append(used[sums.argmin(axis=0)])
+        squares = sums.min(axis=0)
+    cuts = [int((squares + (others[0] + ends / speeds[0]) ** 2).argmin())]
+    for behind in reversed(back):
+        cuts.append(int(behind[cuts[-1]]))
+    return cuts[:-1]  # the last part ends with the chain

@@ -53,6 +53,42 @@ def test_a_product_of_autocast_is_added_without_its_cast():
     assert found["table.weight"].target is aten.index_add_.default
 
 
+class Norm(nn.Module):
+    """``native_layer_norm_backward`` gives the gradients of the input, weight and bias in one call."""
+
+    def __init__(self, shape: tuple[int, ...], cast: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(WIDTH, *shape).mT) for _ in range(2))
+        self.cast = cast
+
+    def forward(self, x):
+        weight, bias = (p.mT.to(self.cast) for p in (self.weight, self.bias))
+        return nn.functional.layer_norm(x.to(self.cast), weight.shape, weight, bias).float()
+
+
+@pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16])
+def test_a_matrix_that_an_op_of_b_gives_is_not_held_until_w(cast: torch.dtype):
+    """As gradients of experts are, where one op makes them with that of their tokens."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Norm((4,), cast) for _ in range(4)])
+    x = torch.randn(4, 4, WIDTH).mT.contiguous()
+
+    def loss_fn(output, batch):
+        return output.mul(output).tanh().mean()
+
+    pipe = fxpipe.compile(model, (x[:1],), ranks=2, microbatches=4, schedule="zb-h1", loss_fn=loss_fn)
+    grads = pipe.run_local((x,)).grads
+    loss_fn(model(x), None).backward()
+    for name, parameter in model.named_parameters():
+        most = 1e-6 if cast is torch.float32 else 0.02
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=most)
+    assert pipe.check().holds
+    totals = [x for x in pipe.graph.find_nodes(op="placeholder") if x.meta["input"].kind is Kind.GRADIENT]
+    phases = {x.meta["input"].name: {user.meta["color"].phase for user in x.users} for x in totals}
+    first = {"0.weight": {Phase.W}, "0.bias": {Phase.W}}  # nothing needs a gradient of its input
+    assert phases == {name: {Phase.B} for name, _ in model.named_parameters()} | first
+
+
 @pytest.mark.parametrize(
     ("build", "options"),
     [(Mixed, {}), (lambda: Mixed().bfloat16(), {"grad_dtype": torch.float32})],

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,9 @@ def test_save_says_which_ops_it_cannot_import(package: Path, tmp_path: Path) -> 
         pipe.save(tmp_path / "saved")
     assert "# Who loads this program registers torch.ops.some_library before." in pipe.artifact.programs[0]
     assert pipe.check().holds
+    pipe.artifact = replace(pipe.artifact, plan=replace(pipe.plan, libraries={"nowhere.f": "rich.missing"}))
+    with pytest.raises(ArtifactError, match=r"The pipeline calls .*nowhere\.f, .*cannot be imported"):
+        pipe.check()
 
 
 def test_ops_of_torch_need_no_import() -> None:

@@ -23,7 +23,7 @@ from fxpipe.ir.compat import has_kernel
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.names import identifier
 from fxpipe.ir.nodes import new_node
-from fxpipe.ir.storage import drop_dead, graph_outputs, set_outputs
+from fxpipe.ir.storage import drop_dead, graph_outputs, is_view, set_outputs
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.ops import Color, Phase
 
@@ -57,9 +57,20 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None, lo
 
 def _color(part: fx.Node, lookups: int) -> Color:
     """The color of the addition of a part: W, but B where it is of a head in parts or of a lookup, whose
-    backward is B."""
+    backward is B, or a matrix that an op of B gives with its other gradients: until W it would be held for
+    each microbatch, as large as the parameter."""
     color: Color = part.meta["color"]
-    return color if "chunk" in part.meta or color.stage < lookups else Color(color.stage, Phase.W)
+    if "chunk" in part.meta or color.stage < lookups:
+        return color
+    chain = [part]
+    while is_view(chain[-1]) or chain[-1].target is aten._to_copy.default:
+        chain.append(node_arg(chain[-1], 0))
+    made = chain[-1].meta.get("color")  # none of an input
+    if made != Color(color.stage, Phase.B) or part.meta["val"].dim() < 2:
+        return Color(color.stage, Phase.W)
+    for node in chain:
+        node.meta["color"] = made
+    return Color(color.stage, Phase.B)
 
 
 def _accumulated(calls: Calls, into: fx.Node, part: fx.Node, color: Color, once: bool) -> fx.Node:
