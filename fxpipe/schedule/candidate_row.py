@@ -16,7 +16,7 @@ class Tried:
     """A schedule that was tried: its simulated costs, or the reason (``why``) that it was left out.
 
     ``seconds`` a step; ``peak_memory``: of the rank that needs the most; of one that was left out because it
-    does not fit, the smallest limit that it would keep, except with offload (``why`` says it then).
+    does not fit, the smallest limit that it would keep.
     ``stages_per_rank`` are the model's own.
     Memory is in the unit of the costs: bytes for a compiled model.
     """
@@ -34,6 +34,10 @@ class Tried:
     """The level of recomputation; "" for none."""
     offloaded: NonNegative = 0.0
     """The memory that is offloaded in a step."""
+    offloads: bool = False
+    """Whether ``peak_memory`` of one that does not fit is with as much offload as the links carry."""
+    least: NonNegative | None = None
+    """Of one that was left out because another is faster: the seconds that it takes at least."""
     period: NonNegative | None = None
     """Seconds a step of many with post-validation, where schedules are compared by it."""
     head_chunks: Annotated[int, at_least(1)] = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 from rich.box import SIMPLE_HEAD
@@ -27,6 +27,7 @@ from fxpipe.viz.summary import memory_rows
 from fxpipe.viz.terminal import add_ends, say, terminal
 
 NEAREST = 3  # of the candidates that do not fit, those that are named
+_COSTLY = 0.1
 
 
 def explain(plan: Plan, console: Console) -> None:
@@ -56,7 +57,15 @@ def explain(plan: Plan, console: Console) -> None:
     say(console, *_left_out(plan), style="dim")
     console.print(_memory(plan))
     if plan.memory_limit:
-        say(console, f"The memory limit is {plan.memory_limit} on each rank.")
+        say(console, f"The memory limit is {plan.memory_limit} on each rank.{_with_less(plan, timeline)}")
+
+
+def _with_less(plan: Plan, timeline: Timeline) -> str:
+    """What else can be compared, where a limit of memory may cost a tenth of the step or more."""
+    again = plan.recompute or any(candidate.recompute for candidate in plan.tried)
+    if again or timeline.lower_bound > (1 - _COSTLY) * timeline.seconds:
+        return ""
+    return ' It may cost time: recompute="auto" also tries steps that recompute activations.'
 
 
 def _loss(plan: Plan) -> Iterator[str]:
@@ -95,18 +104,25 @@ def _rewritten(rewrite: Rewrite, plan: Plan) -> str:
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
-    """The reasons that candidates were left out; of those that do not fit, the nearest in one line."""
-    left = [candidate for candidate in plan.tried if candidate.why]
+    """The reasons that candidates were left out; of those that need more memory or time, the nearest."""
+    left, units = [candidate for candidate in plan.tried if candidate.why], units_of(plan.memory_limit)
     # By what they need: the nearest to the limit is the one to make room for.
-    unfit = sorted((c.peak_memory, _name(c)) for c in left if c.peak_memory is not None)
-    if unfit:
-        memory = units_of(plan.memory_limit).memory
-        near = ", ".join(f"{name} from {memory(needs)} on" for needs, name in unfit[:NEAREST])
-        rest = f", {number_of(len(unfit) - NEAREST, 'other')} from more on" if len(unfit) > NEAREST else ""
-        yield f"Do not fit the memory limit: {near}{rest}."
-    for candidate in left:
-        if candidate.peak_memory is None:
-            yield f"{_name(candidate)}: {candidate.why}"
+    for offloads, what in ((False, ""), (True, " with as much offload as the links carry")):
+        unfit = [(c.peak_memory, c) for c in left if c.peak_memory is not None and c.offloads == offloads]
+        yield from _nearest(f"Do not fit the memory limit{what}", unfit, units.memory)
+    beaten = [(candidate.least, candidate) for candidate in left if candidate.least is not None]
+    yield from _nearest("Left out, as they take longer by a bound or an estimate", beaten, units.time)
+    others = [candidate for candidate in left if candidate.peak_memory is None and candidate.least is None]
+    yield from _alike((_name(candidate), candidate.why) for candidate in others)
+
+
+def _nearest(what: str, candidates: list[tuple[float, Tried]], text: Callable[[float], str]) -> Iterator[str]:
+    """A line of the candidates that need the least, and the number of the others; none without any."""
+    needs = sorted((least, _name(candidate)) for least, candidate in candidates)
+    near = "; ".join(f"{name} from {text(least)} on" for least, name in needs[:NEAREST])
+    rest = f"; {number_of(len(needs) - NEAREST, 'other')} from more on" if len(needs) > NEAREST else ""
+    if needs:
+        yield f"{what}: {near}{rest}."
 
 
 def _reason(plan: Plan) -> str:
@@ -267,11 +283,15 @@ def _chosen(plan: Plan) -> Mesh | None:
 
 def reasons(tried: Sequence[TriedMesh]) -> list[str]:
     """The reasons that meshes were left out, those with one reason together."""
-    alike: dict[str, list[str]] = {}
-    for one in tried:
-        if one.why:
-            alike.setdefault(one.why, []).append(str(one.mesh))
-    return [f"{', '.join(meshes)}: {why}" for why, meshes in alike.items()]
+    return _alike((str(one.mesh), one.why) for one in tried if one.why)
+
+
+def _alike(named: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each reason, with the names of all that have it."""
+    names: dict[str, list[str]] = {}
+    for name, why in named:
+        names.setdefault(why, []).append(name)
+    return [f"{'; '.join(alike)}: {why}" for why, alike in names.items()]
 
 
 def _vocabulary(candidate: Tried) -> str:

@@ -438,19 +438,32 @@ def test_loaded_tensors_begin_where_torchs_allocator_lets_them(saved):
     assert {tensor.data_ptr() % 64 for tensor in parameters.values()} == {0}
 
 
-def test_candidates_that_do_not_fit_are_one_line(saved):
+def test_candidates_that_were_left_out_are_a_line_of_each_kind(saved):
     plan = fxpipe.load(saved("sized")).plan
     unfit = [
         Tried(name, 1, "plain", peak_memory=1024.0 * k, why="needs more") for k, name in enumerate("abcde", 4)
     ]
-    plan = replace(plan, tried=(plan.tried[0], *unfit), memory_limit="3KiB")
+    others = [
+        replace(unfit[0], schedule="f", offloads=True),
+        *(
+            replace(unfit[0], schedule=name, peak_memory=None, least=60.0 * k)
+            for k, name in enumerate("hg", 2)
+        ),
+        *(replace(unfit[0], schedule=name, peak_memory=None, why="has an odd number") for name in "ij"),
+    ]
+    plan = replace(plan, tried=(plan.tried[0], *unfit, *others), memory_limit="3KiB")
     written = io.StringIO()
     explain(plan, Console(file=written, markup=False, width=200))
     assert written.getvalue().count("needs more") == 0
-    (line,) = (x for x in written.getvalue().splitlines() if x.startswith("Do not fit the memory limit"))
-    assert line.endswith(
-        ": a x 1 from 4 KiB on, b x 1 from 5 KiB on, c x 1 from 6 KiB on, 2 others from more on."
-    )
+    lines = written.getvalue().splitlines()
+    begin = lines.index(next(x for x in lines if x.startswith("Do not fit")))
+    assert lines[begin : begin + 4] == [
+        "Do not fit the memory limit: "
+        "a x 1 from 4 KiB on; b x 1 from 5 KiB on; c x 1 from 6 KiB on; 2 others from more on.",
+        "Do not fit the memory limit with as much offload as the links carry: f x 1 from 4 KiB on.",
+        "Left out, as they take longer by a bound or an estimate: h x 1 from 120 s on; g x 1 from 180 s on.",
+        "i x 1; j x 1: has an odd number",
+    ]
 
 
 def test_loading_runs_no_program(saved, tmp_path):

@@ -52,8 +52,8 @@ def search(
     # The fastest estimates first: the sooner the best is complete, the more of the others are beaten.
     for one in sorted(candidates, key=lambda one: one.seconds):
         if one.problem.is_extended and comparison.is_beaten(one.seconds):
-            why = f"not completed: by estimate {comparison.compared(one.seconds)}"
-            comparison.leave_out(one.problem, one.family, why)
+            what = "not completed: by estimate it takes"
+            comparison.leave_out_beaten(one.problem, one.family, what, one.seconds)
         else:
             comparison.complete(one)
     if comparison.inserted:
@@ -108,9 +108,7 @@ def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Cand
             if family.is_searched:
                 continue
             if beaten:
-                comparison.leave_out(
-                    variant, family.name, f"not built: {comparison.compared(bounds[variant])}"
-                )
+                comparison.leave_out_beaten(variant, family.name, "not built: it takes", bounds[variant])
                 continue
             try:
                 orders.append(_candidate(variant, family.name, order_of(family, variant.model)))
@@ -144,13 +142,12 @@ def _searched(
     """The orders that the search finds, in the variants that are not beaten; ``bounds``: of each variant."""
     able = []
     for variant, bound in bounds.items():
-        why = reason_against(variant.model)
-        if why is None and comparison.is_beaten(bound):
-            why = f"not searched: {comparison.compared(bound)}"
-        if why is None:
-            able.append(variant)
-        else:
+        if why := reason_against(variant.model):
             comparison.leave_out(variant, SEARCHED, why)
+        elif comparison.is_beaten(bound):
+            comparison.leave_out_beaten(variant, SEARCHED, "not searched: it takes", bound)
+        else:
+            able.append(variant)
     candidates = []
     # Orders beyond the limits, which offload brings below them, are faster: in one pool they would get all
     # the work.

@@ -36,10 +36,23 @@ class Comparison:
         """Whether the best schedule is faster than one that takes ``least`` seconds or more."""
         return self.best is not None and least > self.best.key[0] * (1 + 1e-9)
 
-    def leave_out(self, problem: Problem, family: str, why: str | ScheduleError) -> None:
+    def leave_out(
+        self, problem: Problem, family: str, why: str | ScheduleError, offloads: bool = False
+    ) -> None:
+        """Note why a candidate has no schedule.  offloads: whether transfers were tried."""
         needs = why.smallest if isinstance(why, LimitError) else None
         setting = problem.setting._asdict()
-        self.tried[problem, family] = Tried(family, **setting, peak_memory=needs, why=str(why))
+        self.tried[problem, family] = Tried(
+            family, **setting, peak_memory=needs, offloads=offloads, why=str(why)
+        )
+
+    def leave_out_beaten(self, problem: Problem, family: str, what: str, least: float) -> None:
+        """Note that another candidate is faster than this one can be.  what: was not done for that reason;
+        least: the seconds that it takes at least."""
+        assert self.best is not None, "there is something to compare with"
+        time = self.best.problem.text.units.time
+        why = f"{what} {time(least)} or more, and another takes {time(self.best.key[0])}"
+        self.tried[problem, family] = Tried(family, **problem.setting._asdict(), least=least, why=why)
 
     def complete(self, candidate: Candidate) -> None:
         """Add the schedule with vocabulary stages, and with transfers if it is not beaten by then."""
@@ -87,34 +100,28 @@ class Comparison:
     def _add(self, candidate: Candidate, ops: RankOps) -> None:
         """Compare a candidate's order ``ops`` of all stages with the best so far, or note why it has none."""
         problem, family = candidate.problem, candidate.family
+        is_new = (
+            problem,
+            family,
+        ) not in self.tried  # an annealed order that fails leaves the row of the first
         try:
-            result = self._completed(problem, family, ops)
+            result = SearchResult(problem, simulate(problem.schedule(family, ops), problem.costs))
+            if problem.offload is not None:
+                # Transfers never make a step faster, so the plan for them can be left out.
+                if self.is_beaten(least := result.key[0]):
+                    if is_new:
+                        self.leave_out_beaten(problem, family, "not offloaded: it takes", least)
+                    return
+                moved = with_offload(result.timeline, problem.offload, problem.limits, problem.text)
+                result = SearchResult(problem, moved)
         except ScheduleError as error:
             if isinstance(error, LimitError):
                 self.smallest = min(self.smallest, error.smallest)
-            # An annealed order that fails does not take the row of the one that it came from.
-            if (problem, family) not in self.tried:
-                # Without its number: a list of what does not fit would not say that this is with offload.
-                self.leave_out(problem, family, str(error))
+            if is_new:
+                self.leave_out(problem, family, error, offloads=problem.offload is not None)
             return
         self.tried[problem, family] = row_of(result)
         self.best = result if self.best is None else min(self.best, result, key=lambda one: one.key)
-
-    def _completed(self, problem: Problem, family: str, ops: RankOps) -> SearchResult:
-        result = SearchResult(problem, simulate(problem.schedule(family, ops), problem.costs))
-        if problem.offload is None:
-            return result
-        # Transfers never make a step faster, so the plan for them can be left out.
-        if self.is_beaten(least := result.key[0]):
-            raise ScheduleError(f"not offloaded: {self.compared(least)}")
-        return SearchResult(
-            problem, with_offload(result.timeline, problem.offload, problem.limits, problem.text)
-        )
-
-    def compared(self, least: float) -> str:
-        assert self.best is not None, "there is something to compare with"
-        time = self.best.problem.text.units.time
-        return f"it takes {time(least)} or more, and another takes {time(self.best.key[0])}"
 
 
 def row_of(result: SearchResult) -> Tried:
