@@ -70,7 +70,8 @@ class GradientNames:
         self._values: dict[fx.Node, fx.Node | Named] = {**named, **values}
         self._uses = {seq: node for (seq, _), node in reversed(self._results.items())}
         self._short = short
-        self._sums = {summand: node for node in self._values for summand in _summands(node)}
+        self._summands = {node: [*_summands(node)] for node in self._values}
+        self._sums = {summand: node for node, summands in self._summands.items() for summand in summands}
 
     def of(self, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> Gradient | None:
         """What a node is the gradient of, or a summand of that; ``new``: the nodes that have names."""
@@ -87,7 +88,8 @@ class GradientNames:
     def _via(self, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> str:
         """The use that a summand comes from: its module, if no other summand of the value comes from there,
         else its name in the module."""
-        summands = [x for x, total in self._sums.items() if total is self._sums[node]]
+        total = self._sums[node]
+        summands = [x for x in self._summands[total] if self._sums[x] is total]
         here = new[self._uses[origin_of(node).seq]]
         others = [new[use] for x in summands if (use := self._use(x)) and use is not self._use(node)]
         elsewhere = {text for other in others for text in self._texts(other)}
