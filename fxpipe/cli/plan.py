@@ -96,7 +96,7 @@ def plan_meshes(options: argparse.Namespace) -> None:
         console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, columns))
         say(console, *reasons(tried), style="dim")
         needed = (fastest_mesh(tried).memory if fits else None) or 0.0
-        if needed > hardware.memory_size:
+        if not hardware.holds(needed):
             has = f"{hardware.memory_size / 1e9:.0f} GB"
             text = f"No {hardware.name} holds {bytes_text(needed)}: it has {has}. Give --memory-limit."
             say(console, text)

@@ -1,5 +1,6 @@
 """Schedules of ``compile``: every family for real, given ones, ``auto``, and the memory limit."""
 
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +31,28 @@ from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
+
+
+def test_a_step_that_is_too_large_for_its_devices_is_told_before_it_runs() -> None:
+    with torch.device("meta"):
+        layers = [nn.Linear(60_000, 60_000, bias=False, dtype=torch.float32) for _ in range(4)]
+        x = torch.empty(1, 60_000, dtype=torch.float32)
+
+    def compiled(layers: list[nn.Linear], **options) -> None:
+        model = nn.Sequential(*layers)
+        fxpipe.compile(
+            model, (x,), loss_fn=lambda y, _: y.square().mean(), ranks=2, microbatches=2, **options
+        )
+
+    says = (
+        r"rank 1 \(and 1 other\) is .* 53\.6 GiB, and 53\.6 GiB more of an AdamW; A100 SXM 40GB has 37\.3 GiB"
+    )
+    with pytest.warns(UserWarning, match=says):
+        compiled(layers, costs="A100 40GB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(layers)  # the memory of a CPU is not known
+        compiled(layers[:2], costs="A100 40GB")
 
 
 @pytest.mark.in_ci(

@@ -29,7 +29,8 @@ class Device:
     """A device as costs see it.  ``flops``: arithmetic (see ``arithmetic.py``) -> FLOPs a second that large
     matrix products reach.
 
-    ``memory_bandwidth``: bytes a second from and to device memory; ``memory_size``: its bytes.
+    ``memory_bandwidth``: bytes a second from and to device memory; ``memory_size``: its bytes, 0 if
+    unknown.
     ``intra`` and ``inter``: the links to a rank of the same machine and of another one.
     ``offload_bandwidth``: bytes a second, one way, to the offload store: pinned memory for a GPU, a disk for
     the CPU.
@@ -52,6 +53,10 @@ class Device:
     stage_overhead: NonNegative
     curves: Mapping[str, Curve] = field(default_factory=dict, hash=False)
     attention: Annotated[float, between(0.01, 1)] = 1.0
+
+    def holds(self, bytes: float) -> bool:
+        """Whether so many bytes fit, as far as its memory is known."""
+        return not self.memory_size or bytes <= self.memory_size
 
     def seconds(self, flops: float, bytes: float, arithmetic: str, kind: str = "") -> float:
         """The seconds of an op by the measured curve of its kind; else by the roofline: a launch, and the

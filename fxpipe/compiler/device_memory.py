@@ -1,0 +1,35 @@
+"""Tells of a step that needs more memory than its devices have, before it runs out of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from fxpipe.cost.devices.device import Device
+from fxpipe.errors import number_of
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.memory import rank_memory
+from fxpipe.schedule.units import bytes_text
+
+
+def warn_of_memory(plan: Plan, devices: Sequence[Device]) -> None:
+    """Warn where the simulated peak of a rank is above the memory of its device.  devices: of the ranks."""
+    needs = rank_memory(plan, plan.prediction.peak_memory)
+    above = [
+        rank
+        for rank, (need, device) in enumerate(zip(needs, devices, strict=True))
+        if not device.holds(need.peak)
+    ]
+    if not above:
+        return
+    rank = max(above, key=lambda rank: needs[rank].peak)
+    others = f" (and {number_of(len(above) - 1, 'other')})" if len(above) > 1 else ""
+    state = f", and {bytes_text(needs[rank].adamw)} more of an AdamW" if needs[rank].adamw else ""
+    warnings.warn(
+        f"A step does not fit its devices: rank {rank}{others} is simulated to hold "
+        f"{bytes_text(needs[rank].peak)}{state}; {devices[rank].name} has "
+        f"{bytes_text(devices[rank].memory_size)}. Give "
+        'memory_limit="…GiB", with which schedule="auto", recompute="auto" and offload="auto" find steps '
+        "that need less; or take smaller microbatches or more ranks.",
+        stacklevel=2,
+    )
