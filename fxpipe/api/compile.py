@@ -25,7 +25,7 @@ from fxpipe.compiler.choice.mesh import MeshChoice, checked, choose_mesh
 from fxpipe.compiler.choice.mesh_request import request_of, rows_of
 from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
-from fxpipe.compiler.device_memory import warn_of_memory
+from fxpipe.compiler.device_warnings import warn_of_attention, warn_of_memory
 from fxpipe.compiler.evaluation import compile_evaluation
 from fxpipe.compiler.options import Settings, settle
 from fxpipe.compiler.progress import Phases, terminal
@@ -260,6 +260,7 @@ def _compiled(
         compared = (None, ()) if choice is None else (choice.step, choice.tried)
         training = compile_model(compilation, phases, known, *compared)
         warn_of_memory(training.artifact.plan, training.cluster.devices)
+        warn_of_attention(training.captured.graph, compilation.device, training.cluster.first)
         training, assumed = with_assumed(compilation, phases, training, known)
         artifacts = [training.artifact, *assumed]
         if compilation.options.evaluation:

@@ -1,5 +1,6 @@
 """Masks of attention by value: dropped where they say what the kernel knows, and only there."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe.capture.capture_options import CaptureOptions
 from fxpipe.capture.reads import example
 from fxpipe.capture.rules import attention_masks
 from fxpipe.capture.trace import capture
@@ -364,3 +366,54 @@ def test_a_number_of_masks_that_depends_on_the_length():
     x = torch.randn(2, 12, WIDTH)
     with pytest.raises(SizeError, match="made of other ops at other sizes"):
         fxpipe.compile(Repeated(), (x,), ranks=1, microbatches=1, dimensions={"length": 12})
+
+
+class TwoWidths(nn.Module):
+    """Heads of keys and of values have widths of their own, as in latent attention."""
+
+    def __init__(self, keys: int, values: int, dropout: float = 0.0, scale: float | None = None) -> None:
+        super().__init__()
+        self.parts = [2 * keys, 2 * keys, 2 * values]
+        self.layer, self.dropout, self.scale = nn.Linear(WIDTH, sum(self.parts)), dropout, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.layer(x).split(self.parts, -1)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, None, self.dropout, True, scale=self.scale)
+        return attended.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "scale"), [(6, 4, None), (4, 6, None), (4, 6, 0.3), (4, 4, None)], ids=str
+)
+def test_a_plan_for_accelerators_has_their_kernel_for_heads_of_two_widths(
+    keys: int, values: int, scale: float | None
+) -> None:
+    """The CPU alone computes all products then, which are more memory; the numbers are the same."""
+    model, x = TwoWidths(keys, values, scale=scale), torch.randn(2, LENGTH, WIDTH)
+    expected = torch.autograd.grad(model(x), [*model.parameters()])
+    fused = attention_masks.AttentionMasks(None, (), None, is_fused=True)  # type: ignore[arg-type]
+    with fused:
+        found = torch.autograd.grad(model(x), [*model.parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    options = CaptureOptions(fused_attention=True)
+    graph = capture(model, (x,), None, 1.0, torch.device("cpu"), options).graph
+    kernels = [node for node in graph.nodes if "scaled_dot_product_flash" in str(node.target)]
+    assert len(kernels) == 2  # and its backward
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten._safe_softmax.default)
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [(lambda: TwoWidths(6, 4), True), (lambda: TwoWidths(4, 4, 0.1), True), (lambda: TwoWidths(4, 4), False)],
+    ids=["two widths", "dropout", "one kernel"],
+)
+def test_costs_of_an_accelerator_that_are_not_its_kernels_give_a_warning(build, told: bool) -> None:
+    def warned(**options) -> bool:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            fxpipe.compile(build(), (torch.randn(2, LENGTH, WIDTH),), ranks=1, microbatches=2, **options)
+        return any("1 attention of the step became products" in str(each.message) for each in found)
+
+    assert warned(costs="H100") == told
+    assert not warned()

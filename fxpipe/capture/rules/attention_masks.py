@@ -67,7 +67,7 @@ class AttentionMasks(TorchFunctionMode):
     answers: has the values of tensors, and what they are made from.
     allowed: the rules that may be applied.
     agreed: what the calls with a mask may need at least, in order; None to go by the values alone.
-    is_fused: whether attention is without dropout.
+    is_fused: as ``CaptureOptions.fused_attention``.
     changing: the names of buffers that the step changes, as far as they are known.
     ``masks``: of the last run.
     """
@@ -114,8 +114,12 @@ class AttentionMasks(TorchFunctionMode):
             mask = self._needed_of(attn_mask, query.shape[-2] == key.shape[-2])
             is_causal = mask == "causal"
             attn_mask = attn_mask if mask == "dense" else None
-        dropout_p = 0.0 if self._is_fused else dropout_p
-        return _attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
+        if not self._is_fused:
+            return _attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
+        width, of_value = query.shape[-1], value.shape[-1]
+        scale = others.pop("scale", None) or width**-0.5
+        query, key, value = (F.pad(x, (0, max(width, of_value) - x.shape[-1])) for x in (query, key, value))
+        return _attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, **others)[..., :of_value]
 
     def _needed_of(self, tensor: torch.Tensor, square: bool) -> Mask:
         """The part of its mask that a call needs.  square: whether there are as many queries as keys, without

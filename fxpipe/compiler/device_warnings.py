@@ -1,11 +1,15 @@
-"""Tells of a step that needs more memory than its devices have, before it runs out of it."""
+"""Tells what a step cannot be on the devices whose costs it has, before it runs there."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 
+import torch
+from torch import fx
+
 from fxpipe.cost.devices.device import Device
+from fxpipe.cost.devices.known_devices import tier_of
 from fxpipe.errors import number_of
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import rank_memory
@@ -33,3 +37,18 @@ def warn_of_memory(plan: Plan, devices: Sequence[Device]) -> None:
         "that need less; or take smaller microbatches or more ranks.",
         stacklevel=2,
     )
+
+
+def warn_of_attention(graph: fx.Graph, traced_on: torch.device, device: Device) -> None:
+    """Warn where attention was traced as matrix products, which an accelerator computes in one kernel.
+
+    traced_on: where the step was traced.  device: whose costs the step has.
+    """
+    products = graph.find_nodes(op="call_function", target=torch.ops.aten._safe_softmax.default)
+    if products and traced_on.type in ("cpu", "meta") and tier_of(device.name) == "host":
+        warnings.warn(
+            f"{number_of(len(products), 'attention')} of the step became products of all tokens with all, as "
+            "this CPU has no kernel for them (dropout, or heads of two widths): they take more memory and time than "
+            f"on {device.name}. fxpipe plan has the memory and times of there.",
+            stacklevel=2,
+        )
