@@ -47,8 +47,8 @@ def warn_of_attention(graph: fx.Graph, traced_on: torch.device, device: Device) 
     products = graph.find_nodes(op="call_function", target=torch.ops.aten._safe_softmax.default)
     if products and traced_on.type in ("cpu", "meta") and tier_of(device.name) == "host":
         warnings.warn(
-            f"{number_of(len(products), 'attention')} of the step became products of all tokens with all, as this "
-            "CPU has no kernel for them (dropout, or heads of two widths): they take more memory and time than "
-            f"on {device.name}. fxpipe plan has the memory and times of there.",
+            f"{number_of(len(products), 'attention')} of the step became products of all tokens with all, as "
+            "this CPU has no kernel for them (dropout, or heads of two widths): they take more memory and "
+            f"time than on {device.name}. fxpipe plan has the memory and times of there.",
             stacklevel=2,
         )
