@@ -44,7 +44,8 @@ def warn_of_attention(graph: fx.Graph, traced_on: torch.device, device: Device) 
 
     traced_on: where the step was traced.  device: whose costs the step has.
     """
-    products = graph.find_nodes(op="call_function", target=torch.ops.aten._safe_softmax.default)
+    found = graph.find_nodes(op="call_function", target=torch.ops.aten._safe_softmax.default)
+    products = [node for node in found if node.meta["val"].dim() == 4]  # of others no device has a kernel
     if products and traced_on.type in ("cpu", "meta") and tier_of(device.name) == "host":
         warnings.warn(
             f"{number_of(len(products), 'attention')} of the step became products of all tokens with all, as "
