@@ -1,9 +1,11 @@
-"""What moving cuts to where fewer values cross does to drawn settings: the simulated step, and what is sent.
+"""What the choice of cuts does to drawn settings: the simulated step, its memory, and what is sent.
 
 Models of four kinds, ranks, schedules and devices are drawn.  Each setting is compiled with and without
-``fxpipe/compiler/choice/refine_cuts.py``; no model runs, all are on the meta device.
+moving cuts to where fewer values cross (``fxpipe/compiler/choice/refine_cuts.py``), or taking the most even
+of those that are as light (``fxpipe/partition/cuts.py``); no model runs, all are on the meta device.
 
     python benchmarks/cuts.py --models 28 --seed 0 --output benchmarks/results/cuts.txt
+    python benchmarks/cuts.py --without even --models 28 --seed 0 --output benchmarks/results/cuts_even.txt
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+import numpy as np
 import torch
 import transformers as hf
 from report import ROOT, Report
@@ -28,6 +31,8 @@ from torch import nn
 import fxpipe
 from fxpipe.compiler.choice.costing import Costing
 from fxpipe.ir.graph import Kind, Phase
+from fxpipe.partition import cuts
+from fxpipe.plan.memory import rank_memory
 
 sys.path.insert(0, str(ROOT / "tests"))
 from zoo import captured_once
@@ -88,12 +93,29 @@ def drawn_setting(random: Random) -> dict[str, Any]:
     return {**asked, "schedule": random.choice(SCHEDULES), "costs": random.choice(DEVICES)}
 
 
+def first_of_lightest(ends, weights, best, limits, speeds, others) -> list[int]:
+    """In place of ``_most_even``: from the last one on, each cut as early as it can be."""
+    found = [len(ends) - 1]
+    for part in range(len(limits) - 1, 0, -1):
+        k = found[-1]
+        fits = (ends[k] - ends[:k] <= limits[part]) & (best[part - 1, :k] + weights[:k] == best[part, k])
+        found.append(int(np.flatnonzero(fits)[0]))
+    return found[:0:-1]
+
+
+WITHOUT = {
+    "lighter": lambda: patch.object(Costing, "lighter", lambda *_: None),
+    "even": lambda: patch.object(cuts, "_most_even", first_of_lightest),
+}
+
+
 @dataclass(frozen=True)
 class Found:
-    """seconds: of the step.  bytes: that a microbatch sends.  cuts, one: the cuts, and those whose forward
-    sends one value."""
+    """seconds: of the step.  peak: the bytes of the rank that holds the most.  bytes: that a microbatch
+    sends.  cuts, one: the cuts, and those whose forward sends one value."""
 
     seconds: float
+    peak: float
     bytes: float
     cuts: int
     one: int
@@ -106,7 +128,9 @@ class Found:
             if section.phase is Phase.F and section.stage
         ]
         sent = sum(edge.bytes for edge in pipe.plan.costs.edges)
-        return cls(pipe.plan.prediction.seconds, sent, len(received), received.count(1))
+        plan = pipe.plan
+        peak = max(rank.peak for rank in rank_memory(plan, plan.prediction.peak_memory))
+        return cls(plan.prediction.seconds, peak, sent, len(received), received.count(1))
 
 
 def main() -> None:
@@ -115,6 +139,7 @@ def main() -> None:
     )
     parser.add_argument("--models", type=int, default=28, help=f"each with {SETTINGS} settings")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without", choices=WITHOUT, default="lighter", help="what is compared")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -122,21 +147,24 @@ def main() -> None:
     for number in range(options.models):
         model, example = drawn_model(random)
         for _ in range(SETTINGS):
-            pairs += measured(f"cuts {options.seed} {number}", model, example, drawn_setting(random))
+            key = f"cuts {options.seed} {number}"
+            pairs += measured(key, options.without, model, example, drawn_setting(random))
     report = Report("Cuts")
     summarize(report, pairs)
     report.save(options.output)
 
 
-def measured(key: str, model: nn.Module, example: Any, setting: dict[str, Any]) -> list[tuple[Found, Found]]:
-    """Without and with moved cuts; nothing where the model has too few places to cut."""
+def measured(
+    key: str, without: str, model: nn.Module, example: Any, setting: dict[str, Any]
+) -> list[tuple[Found, Found]]:
+    """Without and with it; nothing where the model has too few places to cut."""
 
     def found() -> Found:
         with captured_once(key):  # the number of microbatches is a factor on which no cost depends
             return Found.of(fxpipe.compile(model, example, effort=0.3, check=False, **setting))
 
     try:
-        with patch.object(Costing, "lighter", lambda *_: None):
+        with WITHOUT[without]():
             before = found()
         return [(before, found())]
     except fxpipe.FxpipeError as error:
@@ -145,13 +173,16 @@ def measured(key: str, model: nn.Module, example: Any, setting: dict[str, Any]) 
 
 
 def summarize(report: Report, pairs: list[tuple[Found, Found]]) -> None:
-    ratios = [after.seconds / before.seconds for before, after in pairs]
     moved = [pair for pair in pairs if pair[0] != pair[1]]
     report.line(f"\n{len(pairs)} settings; cuts were moved in {len(moved)}")
-    longer, shorter = sum(r > 1 + 1e-9 for r in ratios), sum(r < 1 - 1e-9 for r in ratios)
-    report.line(f"steps: {longer} longer, {shorter} shorter")
-    mean, least, most = statistics.mean(ratios), min(ratios), max(ratios)
-    report.line(f"step / before: mean {mean:.4f}, least {least:.4f}, most {most:.4f}\n")
+    for what, field, words in (("steps", "seconds", "longer shorter"), ("peaks", "peak", "higher lower")):
+        ratios = [getattr(after, field) / getattr(before, field) for before, after in pairs]
+        more, fewer = sum(r > 1 + 1e-9 for r in ratios), sum(r < 1 - 1e-9 for r in ratios)
+        above, below = words.split()
+        report.line(f"{what}: {more} {above}, {fewer} {below}")
+        mean, least, most = statistics.mean(ratios), min(ratios), max(ratios)
+        report.line(f"{what} / before: mean {mean:.4f}, least {least:.4f}, most {most:.4f}")
+    report.line("")
     rows = [
         [name, *(f"{sum(getattr(pair[i], field) for pair in pairs) / unit:,.1f}" for i in (0, 1))]
         for name, field, unit in (

@@ -157,7 +157,8 @@ def _most_even(
     speeds: np.ndarray,
     others: np.ndarray,
 ) -> list[int]:
-    """Of the cuts of least weight the one with the least sum of squares of the times of ranks.
+    """Of the cuts of least weight the one with the least sum of squares of the times of ranks; the first
+    ranks, which hold more microbatches than the last ones, count more.
 
     best: for each number of parts and each block that the last one ends with, the least weight.
     """
@@ -169,11 +170,12 @@ def _most_even(
         size = ends[used, None] - ends
         ties = best[part - 1] + weights <= best[part, used, None] * (1 + _ROUNDING)
         allowed = ties & (size <= limits[part]) & (blocks < used[:, None])
-        sums = squares[used, None] + (others[part] + size / speeds[part]) ** 2
+        counts = 2 - part / len(limits)
+        sums = squares[used, None] + counts * (others[part] + size / speeds[part]) ** 2
         sums = np.where(allowed, sums, np.inf)
         back.append(used[sums.argmin(axis=0)])
         squares = sums.min(axis=0)
-    cuts = [int((squares + (others[0] + ends / speeds[0]) ** 2).argmin())]
+    cuts = [int((squares + 2 * (others[0] + ends / speeds[0]) ** 2).argmin())]
     for behind in reversed(back):
         cuts.append(int(behind[cuts[-1]]))
     return cuts[:-1]  # the last part ends with the chain

@@ -67,17 +67,17 @@ def test_cuts_are_balanced_and_then_light(chain):
     assert moved(cuts) <= min(map(moved, within))
 
     def squares(cuts):
-        return sum(part**2 for part in parts(seconds, cuts))
+        return sum((2 - k / stages) * part**2 for k, part in enumerate(parts(seconds, cuts)))
 
     alike = [c for c in within if math.isclose(moved(c), moved(cuts), rel_tol=1e-13)]
     assert not alike or squares(cuts) <= min(map(squares, alike)) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("layers", "head", "even"), [(16, 6.0, [2, 2, 3, 3, 3, 3]), (18, 9.0, [3, 3, 3, 3, 3, 3])]
+    ("layers", "head", "even"), [(16, 6.0, [2, 2, 3, 3, 3, 3]), (18, 9.0, [2, 3, 3, 3, 3, 4])]
 )
 def test_the_layers_before_a_large_head_are_on_all_ranks_alike(layers: int, head: float, even: list[int]):
-    """Many cuts have no stage larger than the head."""
+    """Many cuts have no stage larger than the head; the first ranks hold more microbatches than the last."""
     seconds, bytes = [*[0.2, 0.3, 0.5] * layers, head, 0.4], [*[2.0, 3.0, 1.0] * layers, 64.0, 0.0]
     assert parts(seconds, choose_cuts(seconds, bytes, 8)) == pytest.approx([*even, head, 0.4])
     first, *_, last = parts(seconds, choose_cuts(seconds, bytes, 8, ranks=[0, 1, 2, 3, 3, 2, 1, 0]))
