@@ -168,6 +168,20 @@ def test_means_over_steps_that_add_up():
     assert rank.changes.change(at_once=False) == (Kind.OTHER_FACTOR, pytest.approx(0.5))
 
 
+def test_a_last_group_of_fewer_steps_is_divided_as_those_before():
+    """As ``loss / 2`` divides it in plain torch."""
+    rank, found = Rank(0, steps=0), []
+    for steps in (1, 2, 1):
+        for step in range(steps):
+            rank.changes.compare(gradients_alone=True)
+            rank.changes.change(at_once=True)
+            rank.changes.stepped(adds=step > 0)
+        rank.scale(0.5)
+        rank.changes.compare()
+        found.append(rank.changes.change(at_once=True).kind)
+    assert found == [Kind.OTHER_FACTOR, Kind.FACTOR, Kind.FACTOR]
+
+
 @pytest.mark.parametrize(("processes", "collectives", "tells"), [(2, 1, True), (2, 0, False), (3, 1, False)])
 def test_a_mean_over_steps_that_may_be_one_over_processes(monkeypatch, processes, collectives, tells):
     """As many processes as steps, and the script has communicated since the last one."""

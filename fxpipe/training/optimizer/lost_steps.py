@@ -32,6 +32,6 @@ class LostSteps:
 
 
 LOST = (
-    "Before each update so far gradients of pipe.step were set to zero, or to None, unused: pipe.step runs the "
-    "backward too. Call zero_grad() before pipe.step, or behind the optimizer's step()."
+    "Before each update so far gradients of pipe.step were set to zero, or to None, unused: pipe.step runs "
+    "the backward too. Call zero_grad() before pipe.step, or behind the optimizer's step()."
 )

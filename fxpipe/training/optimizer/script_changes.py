@@ -85,11 +85,12 @@ class _Comparison:
 
     ``written``: how often each gradient was written to, or replaced; empty if all are None.  ``steps``: whose
     gradients are there.  ``norm_is_known``: whether the script has the norm of all gradients, so that any
-    factor, 1 too, may be by it.  ``is_averaged``: whether a division by the steps may be one by processes.
+    factor, 1 too, may be by it.  ``has_communicated``: whether the script has, since the step.
     ``resolution``: the error that a product may have.  ``copied``: when the elements are on the CPU.
     ``if_undivided``: what to warn of where the script has not changed the gradients.  ``reads``: of gradients
     that other ranks have, before it.  ``lengths``: of the elements of each gradient.  ``is_update``: else it
-    is before another step.  ``is_whole``: whether no update has used any of it before.
+    is before another step.  ``is_whole``: whether no update has used any of it before.  ``means``: the
+    numbers of steps over which the script has taken means.
     """
 
     gradients: torch.Tensor
@@ -97,7 +98,7 @@ class _Comparison:
     written: tuple[int, ...]
     steps: int
     norm_is_known: bool
-    is_averaged: bool
+    has_communicated: bool
     resolution: float
     copied: torch.Event | None
     if_undivided: str = ""
@@ -105,6 +106,7 @@ class _Comparison:
     lengths: Sequence[int] = ()
     is_update: bool = False
     is_whole: bool = False
+    means: set[int] = field(default_factory=set)
 
     def is_zeroed(self) -> bool:
         """Whether what the step has left is gone, or zero; known behind ``change``."""
@@ -129,7 +131,7 @@ class _Comparison:
         in_all = all(self.written) or not any(self.written)  # p.grad.data is written to without a trace
         if not (is_product and in_all):
             return Change(Kind.GRADIENTS)
-        if factor and not self.norm_is_known and max(self.written) > 1 and self._is_mean(factor):
+        if factor and not self.norm_is_known and max(self.written) > 1 and self.mean_over(factor):
             return Change(Kind.WRITTEN)  # beside the division, as torch's clip_grad_norm_ does
         return Change(Kind.FACTOR if self._explains(factor) else Kind.OTHER_FACTOR, factor)
 
@@ -142,19 +144,25 @@ class _Comparison:
 
     def _explains(self, factor: float) -> bool:
         """Whether it is by the norm of all gradients, the mean over their steps, or 0, for a new sum."""
-        is_mean = self._is_mean(factor)
-        if is_mean and self.is_averaged and not self.norm_is_known:
-            warnings.warn(
-                f"The gradients were divided by {self.steps}, the number of the steps that have added to "
-                "them and that of the processes, behind a call of torch.distributed. If it was their average "
-                "over processes, leave that out: pipe.step leaves the gradients of the whole batch, of all "
-                "ranks and replicas. If it was the mean over steps, make that call behind opt.step().",
-                stacklevel=2,
-            )
-        return self.norm_is_known or not factor or is_mean
+        if self.norm_is_known or not factor:
+            return True
+        if steps := self.mean_over(factor):
+            self.means.add(steps)
+            if self.has_communicated and steps == dist.get_world_size():
+                warnings.warn(
+                    f"The gradients were divided by {steps}, the number of the steps that have added to them "
+                    "and that of the processes, behind a call of torch.distributed. If it was their average "
+                    "over processes, leave that out: pipe.step leaves the gradients of the whole batch, of "
+                    "all ranks and replicas. Of the mean over steps, make that call behind opt.step().",
+                    stacklevel=2,
+                )
+        return bool(steps)
 
-    def _is_mean(self, factor: float) -> bool:
-        return abs(factor * self.steps - 1) <= self.resolution
+    def mean_over(self, factor: float) -> int:
+        """The number of steps over which it is the mean: of those whose gradients are there or, where fewer
+        add up at the end of an epoch, of those before; 0 if it is no mean."""
+        counts = (self.steps, *self.means)
+        return next((n for n in counts if abs(factor * n - 1) <= self.resolution), 0)
 
 
 @dataclass(eq=False)
@@ -176,6 +184,7 @@ class ScriptChanges:
     _knows_norm: bool = False  # of all gradients, as the last step has left them
     _collectives: int = 0  # of the script's, before the last step was over
     _left: int = 0  # gradients that the last step has left
+    _means: set[int] = field(default_factory=set)
     _lost: LostSteps = field(default_factory=LostSteps)
     _has_warned: bool = False
     _has_told_of_sum: bool = False
@@ -270,14 +279,13 @@ class ScriptChanges:
         if is_accelerator(self.state.device):
             copied = event(self.state.device)  # compared when it has passed, so no rank waits for its device
             copied.record()
-        has_communicated = collectives_begun() > self._collectives
         begun = _Comparison(
             gradients,
             values,
             written,
             steps=self._steps,
             norm_is_known=self._knows_norm,
-            is_averaged=has_communicated and not self.allowed and self._steps == dist.get_world_size(),
+            has_communicated=not self.allowed and collectives_begun() > self._collectives,
             resolution=self.resolution,
             copied=copied,
             if_undivided="" if self.allowed else text,
@@ -285,6 +293,7 @@ class ScriptChanges:
             lengths=[len(gradient) for gradient, _ in now],
             is_update=not gradients_alone,
             is_whole=is_whole,
+            means=self._means,
         )
         self.state.reads.clear()
         self._begun.append(begun)
@@ -361,7 +370,7 @@ class ScriptChanges:
             if is_unchanged and comparison.if_undivided and not self._has_told_of_sum:
                 self._has_told_of_sum = True
                 warnings.warn(comparison.if_undivided, stacklevel=2)
-            is_mean = comparison.steps > 1 and abs(change.factor * comparison.steps - 1) <= self.resolution
+            is_mean = comparison.mean_over(change.factor) > 1
             self.state.reads += comparison.reads if not is_mean else ()  # else of the loop that divides them
         for text, file, line in self.state.reads:
             warnings.warn_explicit(text, UserWarning, file, line)
