@@ -153,7 +153,8 @@ class _Comparison:
                     f"The gradients were divided by {steps}, the number of the steps that have added to them "
                     "and that of the processes, behind a call of torch.distributed. If it was their average "
                     "over processes, leave that out: pipe.step leaves the gradients of the whole batch, of "
-                    "all ranks and replicas. Of the mean over steps, make that call behind opt.step().",
+                    "all ranks and replicas. If it was the mean over steps, make that call behind "
+                    "opt.step().",
                     stacklevel=2,
                 )
         return bool(steps)
