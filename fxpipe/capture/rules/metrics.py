@@ -41,6 +41,7 @@ def warn_of_metrics(
     microbatch of the step.
     """
     named, leaves = graph_outputs(graph), dict(batch_leaves(example))
+    causes: dict[str, fx.Node] = {}
     of_loss = set[fx.Node]() if named.loss is None else leading_to([named.loss])
     for name, output in named.outputs.items():
         if name == "loss" or not _is_of_numbers(output):  # a step gives the whole batch's
@@ -51,13 +52,16 @@ def warn_of_metrics(
         odd = behind & (told - of_loss | {*divisions}) | means
         cause = next((n for n in graph.nodes if n in odd and not _divides_alike(n, analysis, leaves)), None)
         if cause is not None:
-            warnings.warn(
-                f"Each microbatch has its own {name!r}, and their mean is not the whole batch's "
-                f"({line_of(cause)}): it divides by a number of labels, or is another function of a sum over "
-                "rows. Let loss_fn return what it is made of, sums over rows, and compute it of the sums of "
-                'all microbatches; mean="microbatch" of compile says that it is meant.',
-                stacklevel=3,
-            )
+            causes[name] = cause
+    if causes:
+        line = line_of(next(iter(causes.values())))
+        warnings.warn(
+            f"Each microbatch has its own {', '.join(map(repr, causes))}, and their mean is not the whole "
+            f"batch's ({line}): it divides by a number of labels, or is another function of a sum over rows. "
+            "Let loss_fn return what it is made of, sums over rows, and compute it of the sums of all "
+            'microbatches; mean="microbatch" of compile says that it is meant.',
+            stacklevel=3,
+        )
 
 
 def _is_of_numbers(output: fx.Node) -> bool:
