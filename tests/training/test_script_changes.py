@@ -242,6 +242,8 @@ def told_of_calls(calls, allowed=False):
                 rank.changes.stepped()
             elif call == "update":
                 rank.changes.compare()
+            elif call == "norm":
+                rank.changes.norm_asked()
             else:
                 for parameter in rank.parameters:
                     parameter.grad = None if call == "none" else torch.zeros_like(parameter)
@@ -257,6 +259,8 @@ def test_zero_grad_between_a_step_and_the_update(zero):
             "Before each update so far gradients of pipe.step were set to zero, or to None"
         )
         assert told_of_calls(lost * 3, allowed=True) == [], "as for SAM"
+        assert told_of_calls(f"step norm {zero} step update {zero} " * 3) == [], "a step for its norm"
+        assert len(told_of_calls(f"step {zero} norm update " * 3)) == 1
         assert told_of_calls(f"{lost} step update {zero} {lost} {lost}") == [], "a batch that is left out"
     assert told_of_calls(f"step update {zero} " * 3) == told_of_calls(f"{zero} step update " * 3) == []
 

@@ -109,9 +109,11 @@ class _Comparison:
     means: set[int] = field(default_factory=set)
 
     def is_zeroed(self) -> bool:
-        """Whether what the step has left is gone, or zero; known behind ``change``."""
+        """Whether what the step has left is gone, or zero, and nobody has asked for its norm; known behind
+        ``change``."""
         before, after = self.gradients
-        return self.is_whole and (not self.written or bool(before.any() and not after.any()))
+        is_gone = not self.written or bool(before.any() and not after.any())
+        return self.is_whole and is_gone and not self.norm_is_known
 
     def change(self) -> Change:
         if self.copied is not None:
@@ -323,7 +325,8 @@ class ScriptChanges:
         parameters = {name: p for name in then if (p := self.state.parameter(name)).grad is not None}
         now = [gradient for gradient, _ in _elements([*parameters.values()])]
         pairs = zip((then[name] for name in parameters), now, strict=True)
-        self._knows_norm |= all(torch.equal(*torch.stack(pair).nan_to_num()) for pair in pairs)
+        is_there = bool(parameters) or not then
+        self._knows_norm |= is_there and all(torch.equal(*torch.stack(pair).nan_to_num()) for pair in pairs)
 
     def _used(self, optimizer: Optimizer | None) -> dict[str, Parameter]:
         """The parameters of this optimizer, or all, whose gradients were not used since the step, nor left
