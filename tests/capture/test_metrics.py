@@ -32,15 +32,18 @@ def told(metric, y=FULL, count=False, **options):
         loss = sums if count else (F.cross_entropy(logits, microbatch["y"]),)
         return *loss, {"metric": metric(logits, microbatch["y"])}
 
+    return told_of(loss_fn, y, outputs=["metric"], **options)
+
+
+def told_of(loss_fn, y, **options):
     class Net(nn.Linear):
         def forward(self, x, y):
             return super().forward(x)
 
     example = {"x": torch.randn(ROWS, 5), "y": y}
-    options = CaptureOptions(outputs=["metric"], **options)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        capture(Net(5, WORDS), example, loss_fn, 0.5, torch.device("cpu"), options)
+        capture(Net(5, WORDS), example, loss_fn, 0.5, torch.device("cpu"), CaptureOptions(**options))
     return [str(x.message) for x in given]
 
 
@@ -76,3 +79,13 @@ def test_another_function_of_the_rows(metric):
 )
 def test_sums_and_means_over_rows_and_the_largest(metric):
     assert told(metric, MASKED) == []
+
+
+def test_a_loss_among_numbers_that_are_stacked():
+    """As Lightning's steps log them: a step gives the whole batch's for it."""
+
+    def loss_fn(logits, microbatch):
+        loss = F.cross_entropy(logits, microbatch["y"])
+        return loss, {"stacked": torch.stack([loss.detach().reshape(()), logits.mean()])}
+
+    assert told_of(loss_fn, MASKED, outputs=["stacked"]) == []

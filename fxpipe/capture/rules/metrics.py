@@ -28,6 +28,7 @@ from fxpipe.runtime.batch.microbatches import batch_leaves
 
 aten = torch.ops.aten
 
+_OF_ONE_NUMBER = {aten._to_copy, aten._unsafe_view, aten.alias, aten.detach, aten.reshape, aten.view}
 #: What a script takes the largest or least of.
 _ENDS = {aten.amax, aten.amin, aten.max, aten.min, aten.any, aten.all}
 
@@ -44,9 +45,12 @@ def warn_of_metrics(
     causes: dict[str, fx.Node] = {}
     of_loss = set[fx.Node]() if named.loss is None else leading_to([named.loss])
     for name, output in named.outputs.items():
-        if name == "loss" or not _is_of_numbers(output):  # a step gives the whole batch's
+        numbers = _numbers_of(output)
+        if len(numbers) > 1:  # a step gives the whole batch's loss for this one
+            numbers = [x for x in numbers if _without_shape(x) is not named.loss]
+        if name == "loss" or not numbers:
             continue
-        behind = leading_to([output])
+        behind = leading_to(numbers)
         told = {node for node, why in analysis.told.items() if why != CHOICE and packet_of(node) not in _ENDS}
         means = {node for node in behind if is_loss(node) and node_arg(node, 0).args[3] == MEAN}
         odd = behind & (told - of_loss | {*divisions}) | means
@@ -64,11 +68,18 @@ def warn_of_metrics(
         )
 
 
-def _is_of_numbers(output: fx.Node) -> bool:
-    """Whether an output is a number, or several that are stacked."""
+def _numbers_of(output: fx.Node) -> list[fx.Node]:
+    """An output that is a number, or the numbers that one stacks; none of another."""
     parts = output.all_input_nodes if packet_of(output) is aten.stack else [output]
     value = output.meta["val"]
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and all(map(is_number, parts))
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return parts if is_float and all(map(is_number, parts)) else []
+
+
+def _without_shape(node: fx.Node) -> fx.Node:
+    while packet_of(node) in _OF_ONE_NUMBER:
+        node = node_arg(node, 0)
+    return node
 
 
 def _divides_alike(node: fx.Node, analysis: RowAnalysis, leaves: Mapping[str, Any]) -> bool:
