@@ -39,6 +39,7 @@ from fxpipe.capture.rules.buffer_updates import warn_of_updates
 from fxpipe.capture.rules.gradient_hooks import warn_of_gradients
 from fxpipe.capture.rules.joins import warn_of_joins
 from fxpipe.capture.rules.loss_tail import Tail
+from fxpipe.capture.rules.metrics import warn_of_metrics
 from fxpipe.capture.scale import REPLICAS_LATER
 from fxpipe.capture.state.attribute_state import unwritten
 from fxpipe.capture.state.constants import check_constants
@@ -146,8 +147,12 @@ def capture(
         tail = Tail(captured.graph, analysis)
         if is_judged:
             warn_of_joins(tail, analysis, example, forward)
+            warn_of_metrics(captured.graph, analysis, [each.node for each in tail.divisions], example)
         replicas = REPLICAS_LATER if options.replicas is None else options.replicas
         means = divide_by_batch_means(tail, share, replicas)
+    elif is_judged:
+        analysis.follow()
+        warn_of_metrics(captured.graph, analysis, (), example)
     if is_judged:
         warn_of_updates(captured.graph, analysis)
         warn_of_gradients(captured.graph, analysis.rows)

@@ -43,6 +43,8 @@ class PipelineStrategy(SingleDeviceStrategy):
     """``Trainer(strategy=PipelineStrategy(microbatches=8, schedule="zb-h1"))``.
 
     microbatches: of a batch of the training data, whose rows they divide.
+    changes_gradients: hooks of the module or of callbacks change gradients by what needs no values of other
+        ranks, as for ``pipe.optimizer``.
     options: of ``fxpipe.compile``; ``ranks`` is by default the number of processes.
 
     ``pipe``: the pipeline, which is compiled by the first batch.  All ranks make the same calls.
@@ -52,9 +54,10 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     strategy_name = "fxpipe"
 
-    def __init__(self, *, microbatches: int, **options: Any):
+    def __init__(self, *, microbatches: int, changes_gradients: bool = False, **options: Any):
         super().__init__()
         self.microbatches, self.options = microbatches, options
+        self._changes_gradients = changes_gradients
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.pipe: fxpipe.Pipeline | None = None
         self._steps: dict[object, tuple[fxpipe.Pipeline, TracedStep, Logged]] = {}
@@ -241,8 +244,9 @@ class PipelineStrategy(SingleDeviceStrategy):
         for parameter in [p for p in state if id(p) not in held]:
             del state[parameter]
         by_value = self._module.trainer.gradient_clip_algorithm not in (None, "norm")
+        changes = by_value or self._changes_gradients
         # For all gradients: it updates nothing.
-        self._norms = pipe.optimizer(torch.optim.SGD, lr=0.0, changes_gradients=by_value)
+        self._norms = pipe.optimizer(torch.optim.SGD, lr=0.0, changes_gradients=changes)
         pipe.step_number = self._step_number
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:

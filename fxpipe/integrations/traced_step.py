@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from fxpipe.errors import OptionError
+from fxpipe.runtime.torch_private import storage_number
 
 #: What a step cannot use of a LightningModule: a program would compute with the values of the first one, and
 #: has no optimizers and no processes.
@@ -111,9 +112,17 @@ class TracedStep(nn.Module):
         if not tensors:
             raise OptionError(f"{self.name} returns no loss and logs no tensor: there is nothing to compute.")
         first = tensors[0].detach().reshape(())
-        self._told.put(Logged(tuple(calls), tuple(k for k, x in enumerate(values) if x is loss)))
+        losses = (k for k, x in enumerate(values) if x is loss or _is_detached(x, loss))
+        self._told.put(Logged(tuple(calls), tuple(losses)))
         found = {"logged": torch.stack([first, *(_number(x, first) for x in values)])}
         return found | {"loss": loss} if self.training and isinstance(loss, torch.Tensor) else found
+
+
+def _is_detached(x: Any, loss: Any) -> bool:
+    """Whether a value is a loss without its graph."""
+    if not isinstance(x, torch.Tensor) or not isinstance(loss, torch.Tensor):
+        return False
+    return x.numel() == loss.numel() == 1 and storage_number(x) == storage_number(loss)
 
 
 def _number(value: Any, like: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ import fxpipe  # noqa: E402
 from fxpipe.errors import ArtifactError, CaptureError, OptionError  # noqa: E402
 from fxpipe.integrations import trainer as trainer_module  # noqa: E402
 from fxpipe.integrations.lightning import PipelineStrategy  # noqa: E402
+from fxpipe.integrations.traced_step import TracedStep  # noqa: E402
 from fxpipe.integrations.trainer import Trainer  # noqa: E402
 from fxpipe.integrations.trainer_arguments import check_given, check_optimizer  # noqa: E402
 
@@ -414,6 +415,20 @@ def test_the_page_changes_a_script_of_lightning_and_not_its_numbers(tmp_path, mo
 def logged(directory: Path) -> list[dict[str, float]]:
     lines = [line.split(",") for line in lightning_worker.numbers(directory).splitlines()]
     return [{n: float(x) for n, x in zip(lines[0], line, strict=True) if x} for line in lines[1:]]
+
+
+def test_a_loss_that_is_logged_without_its_graph():
+    """What is logged of the loss is the whole batch's, also where labels are ignored."""
+
+    class Net(lightning_worker.Net):
+        def training_step(self, batch, batch_idx):
+            loss = self(batch[0]).square().mean()
+            self.log_dict({"twice": 2 * loss, "same": loss.detach(), "itself": loss})
+            return loss
+
+    step = TracedStep(Net(), "training_step")
+    step((torch.ones(2, 6),))
+    assert step.logged().losses == (1, 2)
 
 
 @pytest.fixture(scope="module")

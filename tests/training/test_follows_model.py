@@ -265,6 +265,7 @@ class Mixer(nn.Module):
         self.drop, self.between = nn.Dropout(0.0), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
         self.power, self.kind, self.bias, self.shape = 2, "plain", True, (1, 1)
         self.activation, self.config, self.rates, self.seen = torch.tanh, Config(), [0.5, 0.25], 0
+        self.log: dict[str, list[float]] = {"losses": []}
 
     def mix(self, x):
         return self.between(self.linear(x)) * self.rates[0] * self.repeats
@@ -571,6 +572,7 @@ def is_what_the_forward_sets(model):
 
 def is_no_part_of_the_forward(model):
     model.epoch, model.unused, model.handle = 3, other, Config()
+    model.log["losses"].append(3.0)
     model.config.square = "float32"  # the name of a method of tensors that the forward calls
 
 

@@ -566,6 +566,23 @@ def test_the_norm_is_of_all_ranks():
     assert float(largest.grad_norm()) == 7.0
 
 
+def test_two_optimizers_that_update_a_parameter_in_turn(recwarn):
+    shared, own = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def optimizer(**parameters):
+        inner = torch.optim.SGD([*parameters.values()], lr=1.0)
+        return PipelineOptimizer(inner, {p: name for name, p in parameters.items()}, [], None)
+
+    first, second, third = optimizer(shared=shared, own=own), optimizer(shared=shared), optimizer(own=own)
+    for one in (second, third, second, first, first):
+        one.step()
+    assert not recwarn.list, "other parameters, and one that takes over"
+    for one in (second, first, second):
+        one.step()
+    (warning,) = recwarn.list
+    assert "Two optimizers of pipe.optimizer update shared in turn" in str(warning.message)
+
+
 def test_gradients_are_clipped_before_the_update():
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 0.0])

@@ -62,6 +62,10 @@ class Rank:
     def clip(self, largest):
         nn.utils.clip_grad_norm_(self.parameters, largest)
 
+    def mean(self, then):
+        self.scale(0.5)
+        getattr(self, then)(1e6)
+
     def noise(self):
         for grad in self.grads:
             grad.add_(0.1 * torch.randn_like(grad))
@@ -164,6 +168,20 @@ def test_means_over_steps_that_add_up():
     assert rank.changes.change(at_once=False) == (Kind.OTHER_FACTOR, pytest.approx(0.5))
 
 
+def test_a_last_group_of_fewer_steps_is_divided_as_those_before():
+    """As ``loss / 2`` divides it in plain torch."""
+    rank, found = Rank(0, steps=0), []
+    for steps in (1, 2, 1):
+        for step in range(steps):
+            rank.changes.compare(gradients_alone=True)
+            rank.changes.change(at_once=True)
+            rank.changes.stepped(adds=step > 0)
+        rank.scale(0.5)
+        rank.changes.compare()
+        found.append(rank.changes.change(at_once=True).kind)
+    assert found == [Kind.OTHER_FACTOR, Kind.FACTOR, Kind.FACTOR]
+
+
 @pytest.mark.parametrize(("processes", "collectives", "tells"), [(2, 1, True), (2, 0, False), (3, 1, False)])
 def test_a_mean_over_steps_that_may_be_one_over_processes(monkeypatch, processes, collectives, tells):
     """As many processes as steps, and the script has communicated since the last one."""
@@ -208,6 +226,43 @@ def test_gradients_of_a_batch_that_was_left_out():
     for regular in ([(4, None), (4, None), (2, None), (4, None)], [(2, None), (1, None), (1, None)]):
         assert told_of_updates(*regular) == [[] for _ in regular]
     assert told_of_updates((1, None), (2, None), allowed=True) == [[], []]
+
+
+def told_of_calls(calls, allowed=False):
+    """The warnings that all these calls of a script bring: steps, updates, and gradients to 0 or to None."""
+    rank = Rank(0, allowed=allowed, steps=0)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for call in calls.split():
+            if call == "step":
+                rank.changes.compare(gradients_alone=True)
+                rank.changes.change(at_once=True)
+                for parameter in rank.parameters:
+                    parameter.grad = torch.ones_like(parameter)
+                rank.changes.stepped()
+            elif call == "update":
+                rank.changes.compare()
+            elif call == "norm":
+                rank.changes.norm_asked()
+            else:
+                for parameter in rank.parameters:
+                    parameter.grad = None if call == "none" else torch.zeros_like(parameter)
+        rank.changes.change(at_once=True)
+    return [str(x.message) for x in given]
+
+
+@pytest.mark.parametrize("zero", ["none", "zero"])
+def test_zero_grad_between_a_step_and_the_update(zero):
+    for lost in (f"step {zero} update ", f"step {zero} step update "):
+        (text,) = told_of_calls(lost * 3)
+        assert text.startswith(
+            "Before each update so far gradients of pipe.step were set to zero, or to None"
+        )
+        assert told_of_calls(lost * 3, allowed=True) == [], "as for SAM"
+        assert told_of_calls(f"step norm {zero} step update {zero} " * 3) == [], "a step for its norm"
+        assert len(told_of_calls(f"step {zero} norm update " * 3)) == 1
+        assert told_of_calls(f"{lost} step update {zero} {lost} {lost}") == [], "a batch that is left out"
+    assert told_of_calls(f"step update {zero} " * 3) == told_of_calls(f"{zero} step update " * 3) == []
 
 
 @pytest.mark.parametrize("divided", [lambda x: x / 4, lambda x: x * 0.25, lambda x: x.clone().div_(4)])
@@ -278,6 +333,8 @@ def test_norms_below_the_limit_on_each_rank_alone():
     assert found == [Change(Kind.WRITTEN)] * 2
     assert "Rank 0 has written to gradients between pipe.step and the update before step 7" in message(found)
     assert message(changed(("clip", 1e6), ("clip", 1e6), knows_norm=True)) is None
+    divided = changed(("mean", "clip"), ("mean", "clip"), steps=2)
+    assert divided == [Change(Kind.WRITTEN)] * 2, "behind a mean over steps too"
     clipped = changed(("clip", 1.0), ("clip", 1.0), knows_norm=True)
     assert "Rank 1 has multiplied" in message(clipped)
 

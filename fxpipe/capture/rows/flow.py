@@ -163,7 +163,7 @@ class Flow:
             return torch.randint(2, value.shape, generator=draw, device="cpu").to(value.dtype)
 
         try:
-            value = self._computed(x, sample)
+            value = self.computed(x, sample)
         except (IndexError, RuntimeError):  # of an op that takes not all numbers
             return False
         if value is None:
@@ -173,9 +173,9 @@ class Flow:
 
     def value_of_constants(self, node: fx.Node) -> torch.Tensor | None:
         """Compute a value on the CPU, if ops of torch make it of constants alone, and it is not large."""
-        return self._computed(node, lambda x: None)
+        return self.computed(node, lambda x: None)
 
-    def _computed(
+    def computed(
         self, node: fx.Node, unknown: Callable[[fx.Node], torch.Tensor | None]
     ) -> torch.Tensor | None:
         """Compute a value on the CPU.  unknown: what an input that is no constant has, and a random op."""

@@ -113,7 +113,8 @@ class PythonGuards:
             owner = owners.get(path)
             holder = owner if name else owners.get(path.rpartition(".")[0])
             is_set = self._compared.is_set(holder, name or path.rpartition(".")[2])
-            if before != after and not is_set and self._matters(path, name, now, trains):
+            matters = before != after and not is_set and self._matters(path, name, now, trains)
+            if matters and not self._is_of_script(path, name, owners):
                 of_class = _of_class(owner, name)
                 before, after = (of_class if x is None else x for x in (before, after))
                 is_function = isinstance(owner, types.FunctionType)
@@ -141,6 +142,18 @@ class PythonGuards:
             return False  # another function, which is a change of what held it
         is_new = (path, name) not in self._then
         return not is_new or name.isdigit() or (name in self._compared.reads and name not in _OF_TENSORS)
+
+    def _is_of_script(self, path: str, name: str, owners: Mapping[str, object]) -> bool:
+        """Whether it is a new entry of a list that no function of the model reads by a name: the losses so
+        far, say."""
+        if (path, name) in self._then or not name.isdigit():
+            return False
+        names = []
+        while isinstance(owners.get(path), CONTAINERS):
+            path, _, last = path.rpartition(".")
+            names.append(last)
+        is_of_object = path in owners and not isinstance(owners[path], types.FunctionType)
+        return is_of_object and not any(each in self._compared.reads for each in names)
 
     def _left(self) -> PythonState:
         """What is reached without the model."""

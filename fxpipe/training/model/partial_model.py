@@ -347,7 +347,8 @@ class Explanation:
             f"{name or 'This tensor'} has no gradient on rank {self.rank}, as it is on {self._place(name)}: "
             "what is computed here of all gradients, such as their norm, is of a part of the model. "
             "opt.grad_norm() is the norm of all, and opt.last_norm that of the last update with "
-            "clip_grad_norm=; pipe.parameters are what this rank holds."
+            "clip_grad_norm=. What changes each gradient by itself is right: in a loop over pipe.parameters, "
+            "which this rank holds, it has no warning."
         )
         state.reads.append((text, frame.f_code.co_filename, frame.f_lineno))
 

@@ -26,6 +26,7 @@ from fxpipe.training.model.pending_update import PendingUpdate
 from fxpipe.training.model.rollback import Rollback
 from fxpipe.training.model.speculative_update import SpeculativeUpdate, set_grad, set_grads
 from fxpipe.training.optimizer.clipping import Clipping, check_norm
+from fxpipe.training.optimizer.in_turns import Turns
 from fxpipe.training.optimizer.optimizer_state import MASTER, check_parameters, named_state, without_masters
 from fxpipe.training.optimizer.script_changes import ScriptChanges
 from fxpipe.training.optimizer.several_optimizers import SeveralOptimizers
@@ -95,6 +96,7 @@ class PipelineOptimizer(Optimizer):
         self.masters = dict(masters or {})
         self.names = dict(names)
         self.counts = Counts()
+        self._turns = Turns({self.masters.get(p, p): name for p, name in self.names.items()})
         self._counted, self._ranks, self._clipping = counted, ranks, clipping
         self._validation, self._updates, self._changed = validation, updates or PendingUpdate(), changed
         self._script_changes = script_changes
@@ -154,6 +156,7 @@ class PipelineOptimizer(Optimizer):
         if self._script_changes is not None:
             self._script_changes.compare()
         self.settle()
+        self._turns.updates()
         self.counts.updates += 1
         self.counts.called("step")
         if not self._clipping.asks:

@@ -29,6 +29,7 @@ from fxpipe.runtime.program.accelerator import event, is_accelerator
 from fxpipe.runtime.torch_private import before_each_update, collectives_begun, writes_to
 from fxpipe.training.model.elsewhere import is_elsewhere
 from fxpipe.training.model.model_state import ModelState, Read
+from fxpipe.training.optimizer.lost_steps import LOST, LostSteps
 from fxpipe.training.optimizer.optimizer_trial import check_users_optimizer
 from fxpipe.training.optimizer.weight_writes import (
     NOTHING,
@@ -73,37 +74,52 @@ class _AfterStep:
     version: int
     elements: tuple[torch.Tensor, torch.Tensor] | None
 
-    def is_written(self, grad: torch.Tensor) -> bool:
-        return (id(grad), writes_to(grad)) != (self.tensor, self.version)
+    def writes(self, grad: torch.Tensor) -> int:
+        """How often it was written to since, or replaced."""
+        return writes_to(grad) - self.version if id(grad) == self.tensor else 1 + writes_to(grad)
 
 
 @dataclass(frozen=True, eq=False)
 class _Comparison:
     """Elements of gradients and parameters after a step and before the update, in two rows each.
 
-    ``written``: of each gradient, whether it was written to, or replaced.  ``steps``: whose gradients are
-    there.  ``norm_is_known``: whether the script has the norm of all gradients, so that any factor, 1 too,
-    may be by it.  ``is_averaged``: whether a division by the steps may be one by the processes.
+    ``written``: how often each gradient was written to, or replaced; empty if all are None.  ``steps``: whose
+    gradients are there.  ``norm_is_known``: whether the script has the norm of all gradients, so that any
+    factor, 1 too, may be by it.  ``has_communicated``: whether the script has, since the step.
     ``resolution``: the error that a product may have.  ``copied``: when the elements are on the CPU.
     ``if_undivided``: what to warn of where the script has not changed the gradients.  ``reads``: of gradients
-    that other ranks have, before it.  ``lengths``: of the elements of each gradient.
+    that other ranks have, before it.  ``lengths``: of the elements of each gradient.  ``is_update``: else it
+    is before another step.  ``is_whole``: whether no update has used any of it before.  ``means``: the
+    numbers of steps over which the script has taken means.
     """
 
     gradients: torch.Tensor
     parameters: torch.Tensor
-    written: tuple[bool, ...]
+    written: tuple[int, ...]
     steps: int
     norm_is_known: bool
-    is_averaged: bool
+    has_communicated: bool
     resolution: float
     copied: torch.Event | None
     if_undivided: str = ""
     reads: Sequence[Read] = ()
     lengths: Sequence[int] = ()
+    is_update: bool = False
+    is_whole: bool = False
+    means: set[int] = field(default_factory=set)
+
+    def is_zeroed(self) -> bool:
+        """Whether what the step has left is gone, or zero, and nobody has asked for its norm; known behind
+        ``change``."""
+        before, after = self.gradients
+        is_gone = not self.written or bool(before.any() and not after.any())
+        return self.is_whole and is_gone and not self.norm_is_known
 
     def change(self) -> Change:
         if self.copied is not None:
             self.copied.synchronize()
+        if not self.written:
+            return UNKNOWN
         if not torch.equal(*self.parameters.nan_to_num()):
             return Change(Kind.PARAMETERS)
         before, after = self.gradients[:, self.gradients.isfinite().all(0)].double()
@@ -117,6 +133,8 @@ class _Comparison:
         in_all = all(self.written) or not any(self.written)  # p.grad.data is written to without a trace
         if not (is_product and in_all):
             return Change(Kind.GRADIENTS)
+        if factor and not self.norm_is_known and max(self.written) > 1 and self.mean_over(factor):
+            return Change(Kind.WRITTEN)  # beside the division, as torch's clip_grad_norm_ does
         return Change(Kind.FACTOR if self._explains(factor) else Kind.OTHER_FACTOR, factor)
 
     def explained(self) -> Written:
@@ -128,16 +146,26 @@ class _Comparison:
 
     def _explains(self, factor: float) -> bool:
         """Whether it is by the norm of all gradients, the mean over their steps, or 0, for a new sum."""
-        is_mean = abs(factor * self.steps - 1) <= self.resolution
-        if is_mean and self.is_averaged and not self.norm_is_known:
-            warnings.warn(
-                f"The gradients were divided by {self.steps}, the number of the steps that have added to "
-                "them and that of the processes, behind a call of torch.distributed. If it was their average "
-                "over processes, leave that out: pipe.step leaves the gradients of the whole batch, of all "
-                "ranks and replicas. If it was the mean over steps, make that call behind opt.step().",
-                stacklevel=2,
-            )
-        return self.norm_is_known or not factor or is_mean
+        if self.norm_is_known or not factor:
+            return True
+        if steps := self.mean_over(factor):
+            self.means.add(steps)
+            if self.has_communicated and steps == dist.get_world_size():
+                warnings.warn(
+                    f"The gradients were divided by {steps}, the number of the steps that have added to them "
+                    "and that of the processes, behind a call of torch.distributed. If it was their average "
+                    "over processes, leave that out: pipe.step leaves the gradients of the whole batch, of "
+                    "all ranks and replicas. If it was the mean over steps, make that call behind "
+                    "opt.step().",
+                    stacklevel=2,
+                )
+        return bool(steps)
+
+    def mean_over(self, factor: float) -> int:
+        """The number of steps over which it is the mean: of those whose gradients are there or, where fewer
+        add up at the end of an epoch, of those before; 0 if it is no mean."""
+        counts = (self.steps, *self.means)
+        return next((n for n in counts if abs(factor * n - 1) <= self.resolution), 0)
 
 
 @dataclass(eq=False)
@@ -159,6 +187,8 @@ class ScriptChanges:
     _knows_norm: bool = False  # of all gradients, as the last step has left them
     _collectives: int = 0  # of the script's, before the last step was over
     _left: int = 0  # gradients that the last step has left
+    _means: set[int] = field(default_factory=set)
+    _lost: LostSteps = field(default_factory=LostSteps)
     _has_warned: bool = False
     _has_told_of_sum: bool = False
     _after_step: dict[str, _AfterStep] = field(default_factory=dict)  # of what was not used for an update yet
@@ -215,9 +245,7 @@ class ScriptChanges:
         if self._has_warned or len(self._after_step) in (0, self._left):
             return
         grads = {name: self.state.parameter(name).grad for name in self._after_step}
-        unused = [
-            n for n, grad in grads.items() if grad is not None and not self._after_step[n].is_written(grad)
-        ]
+        unused = [n for n, grad in grads.items() if grad is not None and not self._after_step[n].writes(grad)]
         if unused:
             self._has_warned = True
             warnings.warn(
@@ -233,15 +261,19 @@ class ScriptChanges:
         parameters = self._used(optimizer)
         after_step = {name: self._after_step.pop(name) for name in parameters}
         there = {name: p for name, p in parameters.items() if p.grad is not None}
-        written = tuple(after_step[n].is_written(p.grad) for n, p in there.items() if p.grad is not None)
+        written = tuple(after_step[n].writes(p.grad) for n, p in there.items() if p.grad is not None)
         self._begins |= not gradients_alone or all(written)
         then = [x for name in there if (x := after_step[name].elements) is not None]
         now = _elements([p for name, p in there.items() if after_step[name].elements is not None])
         text = "" if gradients_alone else self._if_undivided()
-        if not now:
+        is_whole = not gradients_alone or len(parameters) == self._left
+        if not now and (there or not parameters or not is_whole):
             return
         gradients, values = (
-            torch.stack([torch.cat([x[k] for x in each]) for each in (then, now)]) for k in range(2)
+            torch.stack([torch.cat([x[k] for x in each]) for each in (then, now)])
+            if now
+            else torch.zeros((2, 0), device=self.state.device)
+            for k in range(2)
         )
         if gradients_alone:
             values = values[:, :0]
@@ -250,19 +282,21 @@ class ScriptChanges:
         if is_accelerator(self.state.device):
             copied = event(self.state.device)  # compared when it has passed, so no rank waits for its device
             copied.record()
-        has_communicated = collectives_begun() > self._collectives
         begun = _Comparison(
             gradients,
             values,
             written,
             steps=self._steps,
             norm_is_known=self._knows_norm,
-            is_averaged=has_communicated and not self.allowed and self._steps == dist.get_world_size(),
+            has_communicated=not self.allowed and collectives_begun() > self._collectives,
             resolution=self.resolution,
             copied=copied,
             if_undivided="" if self.allowed else text,
             reads=[*self.state.reads],
             lengths=[len(gradient) for gradient, _ in now],
+            is_update=not gradients_alone,
+            is_whole=is_whole,
+            means=self._means,
         )
         self.state.reads.clear()
         self._begun.append(begun)
@@ -291,7 +325,8 @@ class ScriptChanges:
         parameters = {name: p for name in then if (p := self.state.parameter(name)).grad is not None}
         now = [gradient for gradient, _ in _elements([*parameters.values()])]
         pairs = zip((then[name] for name in parameters), now, strict=True)
-        self._knows_norm |= all(torch.equal(*torch.stack(pair).nan_to_num()) for pair in pairs)
+        is_there = bool(parameters) or not then
+        self._knows_norm |= is_there and all(torch.equal(*torch.stack(pair).nan_to_num()) for pair in pairs)
 
     def _used(self, optimizer: Optimizer | None) -> dict[str, Parameter]:
         """The parameters of this optimizer, or all, whose gradients were not used since the step, nor left
@@ -330,11 +365,16 @@ class ScriptChanges:
             comparisons, self._earlier, self._begun = self._earlier + self._begun, [], []
         changed = [(comparison, comparison.change()) for comparison in comparisons]
         for comparison, change in changed:
+            zeroed = comparison.is_zeroed()
+            if not comparison.is_update:
+                self._lost.stepped(zeroed=zeroed)
+            elif self._lost.updated(zeroed=zeroed) and not self.allowed:
+                warnings.warn(LOST, stacklevel=2)
             is_unchanged = change.kind in (Kind.NOTHING, Kind.WRITTEN)
             if is_unchanged and comparison.if_undivided and not self._has_told_of_sum:
                 self._has_told_of_sum = True
                 warnings.warn(comparison.if_undivided, stacklevel=2)
-            is_mean = comparison.steps > 1 and abs(change.factor * comparison.steps - 1) <= self.resolution
+            is_mean = comparison.mean_over(change.factor) > 1
             self.state.reads += comparison.reads if not is_mean else ()  # else of the loop that divides them
         for text, file, line in self.state.reads:
             warnings.warn_explicit(text, UserWarning, file, line)
