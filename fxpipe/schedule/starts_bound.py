@@ -179,12 +179,11 @@ def _waits(
         key = (*saved, *for_weight, room, kind)
         if key not in known:
             most = of[-1] - (np.arange(len(kinds)) == kind)
-            given = of, most, np.array(saved), np.array(for_weight), room
-            pairs = np.empty((held_at_most(*given, held[0]), 2), np.int64)
-            held_at_most(*given, pairs)
+            pairs = np.empty((len(of) ** 2, 2), np.int64)
+            found = held_at_most(of, most, np.array(saved), np.array(for_weight), room, pairs)
             begin = sum(map(len, held))
-            held.append(pairs)
-            known[key] = begin, begin + len(pairs)
+            held.append(pairs[:found].copy())
+            known[key] = begin, begin + found
         return known[key]
 
     for s, rank in enumerate(ranks):

@@ -15,8 +15,8 @@ from fxpipe.schedule.engine.compiled import compiled_later
 
 @compiled_later
 def held_at_most(of, most, saved, for_weight, room, rows):
-    """Write to ``rows``, as far as there is room, the pairs of counts (x, x + y) that are held under rule 4
-    and to which nothing can be added; return how many there are.
+    """Write to ``rows`` the pairs of counts (x, x + y) that are held under rule 4 and to which nothing can be
+    added; return how many there are.
 
     most: of each kind, the most that can be held.
     """
@@ -42,8 +42,7 @@ def held_at_most(of, most, saved, for_weight, room, rows):
                 full &= of[z, k] == most[k] or held + more[k] > room
                 full &= of[x, k] == of[z, k] or held + to_more[k] > room
             if full:
-                if found < len(rows):
-                    rows[found, 0], rows[found, 1] = x, z
+                rows[found, 0], rows[found, 1] = x, z
                 found += 1
     return found
 
