@@ -22,9 +22,9 @@ that ``prepare`` has begun to look for one step before.
 Part long: the orders of "order 2048" relative to the best that a search of 12 times the work finds (the best
 of two, in some seconds each), and that relative to the bound; with the memory and without a limit.
 
-Part exact: the same on 4 ranks with 5 or 6 samples, each a microbatch, and memory for 3 of the longest; the
-shortest step of all orders by OR-tools, which need not let microbatches come in one order on all ranks,
-relative to the one that is found.
+Part exact: the same on 4 ranks with 5 or 6 samples, each a microbatch, and memory for 3 of the longest, and
+for 2; the shortest step of all orders by OR-tools, which need not let microbatches come in one order on all
+ranks, relative to the one that is found.
 
     python benchmarks/lengths.py --part run --output benchmarks/results/lengths.txt
     python benchmarks/lengths.py --part simulated --part long --output benchmarks/results/lengths_bound.txt
@@ -37,6 +37,7 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 from pathlib import Path
 
@@ -188,33 +189,30 @@ def measured(report: Report, seeds: int) -> None:
 
 def beside_exact(report: Report, seeds: int) -> None:
     rows, ranks = [], 4
-    for name in DISTRIBUTIONS:
-        for seed in range(seeds):
-            lengths = samples(name, seed, 5 + seed % 2)
-            each = [chain([stage_cost([n])] * ranks, seconds=LATENCY) for n in lengths]
-            limit, placement = 3.0 * max(lengths), tuple(range(ranks))
-            problem = Uneven(tuple(each), placement, (limit,) * ranks)
-            found = problem.best()
-            # As one microbatch that runs through the stages of all.
-            stages = tuple(stage for costs in each for stage in costs.stages)
-            edges = [
-                replace(edge, source=shifted(edge.source, k * ranks), target=shifted(edge.target, k * ranks))
-                for k, costs in enumerate(each)
-                for edge in costs.edges
-            ]
-            order = tuple(
-                tuple(Op(op.kind, op.stage + op.microbatch * ranks, 0) for op in ops) for ops in found
-            )
-            start = Schedule("found", placement * len(each), 1, order)
-            best = exact(
-                Costs(stages, tuple(edges)), start.placement, 1, memory_limit=limit, seconds=60, start=start
-            )
-            ours = problem.times(found).makespan
-            proven = "optimal" if best.proven else f"bound {best.bound / ours:.4f}"
-            shown = f"{problem.bound / ours:.3f}", f"{best.value / ours:.4f}", proven
-            rows.append([name, " ".join(map(str, lengths)), *shown])
+    for name, seed, room in product(DISTRIBUTIONS, range(seeds), (3, 2)):
+        lengths = samples(name, seed, 5 + seed % 2)
+        each = [chain([stage_cost([n])] * ranks, seconds=LATENCY) for n in lengths]
+        limit, placement = 1.0 * room * max(lengths), tuple(range(ranks))
+        problem = Uneven(tuple(each), placement, (limit,) * ranks)
+        found = problem.best()
+        # As one microbatch that runs through the stages of all.
+        stages = tuple(stage for costs in each for stage in costs.stages)
+        edges = [
+            replace(edge, source=shifted(edge.source, k * ranks), target=shifted(edge.target, k * ranks))
+            for k, costs in enumerate(each)
+            for edge in costs.edges
+        ]
+        order = tuple(tuple(Op(op.kind, op.stage + op.microbatch * ranks, 0) for op in ops) for ops in found)
+        start = Schedule("found", placement * len(each), 1, order)
+        best = exact(
+            Costs(stages, tuple(edges)), start.placement, 1, memory_limit=limit, seconds=60, start=start
+        )
+        ours = problem.times(found).makespan
+        proven = "optimal" if best.proven else f"bound {best.bound / ours:.4f}"
+        shown = f"{problem.bound / ours:.3f}", f"{best.value / ours:.4f}", proven
+        rows.append([name, " ".join(map(str, lengths)), str(room), *shown])
     report.line("\nPart exact: relative to the step that is found")
-    report.table(["", "lengths", "bound", "exact", ""], rows)
+    report.table(["", "lengths", "memory", "bound", "exact", ""], rows)
 
 
 def shifted(color: Color, stages: int) -> Color:

@@ -14,7 +14,9 @@
    A message of L may take longer than an op of i and its message, which then comes first for nothing: such i
    do not count, or no messages do.
 
-3. *Memory.*  A microbatch holds its bytes on a rank for at least the longest path from their F to their B,
+3. *By starts*, within the memory (:mod:`fxpipe.schedule.starts_bound`).
+
+4. *Memory.*  A microbatch holds its bytes on a rank for at least the longest path from their F to their B,
    or from B to W.  All of these bytes · seconds lie between the earliest start and the latest end on the
    rank, under its limit.
 """
@@ -30,7 +32,9 @@ from math import inf
 from fxpipe.schedule.bound import distances, work_and_waits
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, sections_by_rank
-from fxpipe.schedule.memory_bound import StepPaths, by_area
+from fxpipe.schedule.memory_bound import by_area
+from fxpipe.schedule.starts_bound import by_starts
+from fxpipe.schedule.step_paths import StepPaths
 
 
 def lower_bound_of_each(
@@ -46,8 +50,10 @@ def lower_bound_of_each(
     bounds = [_one_rank(steps, mine) for mine in sections_by_rank(placement)]
     if all(way.is_chain for way, _ in steps):
         bounds += (_behind_one(way, steps) for way, _ in steps)
+    paths = [(StepPaths.of(known[key], placement), numbers[key]) for key in known]
+    bounds.append(by_starts(paths, limits))
     if limits and min(limits) < inf:
-        bounds.append(by_area([(StepPaths.of(known[key], placement), numbers[key]) for key in known], limits))
+        bounds.append(by_area(paths, limits))
     return max(bounds)
 
 

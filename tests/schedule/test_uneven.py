@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 import pytest
 
 from fxpipe.cost.batch_order import own_limits
+from fxpipe.schedule import starts_bound
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.bound_of_each import lower_bound_of_each
 from fxpipe.schedule.check import check
@@ -117,11 +119,45 @@ def test_the_bound_knows_what_a_long_one_leaves_behind():
 
 
 def test_the_bound_knows_memory():
-    """Of one microbatch at a time, none begins before the one before it has ended its B."""
+    """Of one microbatch at a time, none begins before the one before it has ended its B; then W follows."""
     stages = [StageCost(n, n, n, 1.0) for n in (4, 4)]
     costs = [chain(stages)] * 5
-    assert lower_bound_of_each(costs, (0, 1), (1.0, 1.0)) == 5 * 16
+    assert lower_bound_of_each(costs, (0, 1), (1.0, 1.0)) == 5 * 16 + 4
     assert lower_bound_of_each(costs, (0, 1)) < 5 * 16
+
+
+def test_the_bound_knows_how_many_of_which_length_are_on_their_way():
+    """A long one leaves no room, and two short ones have a round of 9 and end a forward apart."""
+    short, long = (chain([StageCost(n, n, n, n, n)] * RANKS) for n in (1, 2))
+    placement, limits = tuple(range(RANKS)), (2.0,) * RANKS
+    assert lower_bound_of_each([long] * 3, placement, limits) == 3 * 18
+    assert lower_bound_of_each([short] * 6, placement, limits) == 3 * 9 + 2
+    both = [*[long] * 3, *[short] * 6]
+    assert lower_bound_of_each(both, placement, limits) == 3 * 18 + 3 * 9
+    # Of all in one kind, the least work of each number of them still counts.
+    mixed = [costs_of(n) for n in range(10, 40)]
+    assert lower_bound_of_each(mixed, placement, (1e3,) * RANKS) >= lower_bound_of_each(mixed, placement)
+
+
+@pytest.mark.parametrize("counts", [512, 6])
+def test_no_order_that_is_found_beats_the_bound(counts, monkeypatch):
+    """Of stages and microbatches that all differ, each of a kind of its own or not."""
+    monkeypatch.setattr(starts_bound, "_COUNTS", counts)
+    random, tight = np.random.default_rng(counts), 0
+    for _ in range(60):
+        placement = ((0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0,))[random.integers(4)]
+        each = []
+        for n in random.choice([1, 2, 5, 9], random.integers(1, 7)):
+            times = n * random.choice([0.5, 1, 2], (len(placement), 3))
+            kept = random.choice([0, 0.4, 1, 1.5])
+            stages = [StageCost(*time, n, kept * n) for time in times.tolist()]
+            each.append(chain(stages, seconds=random.choice([0, 3])))
+        free = Uneven(tuple(each), placement, (inf,) * (1 + max(placement)))
+        uneven = replace(free, limits=tuple(x * random.choice([1, 1.3, 2, inf]) for x in free.least))
+        found = uneven.times(uneven.best(WORK)).makespan
+        assert uneven.bound <= found * (1 + 1e-9)
+        tight += uneven.bound >= found * (1 - 1e-9)
+    assert tight > 20
 
 
 @pytest.mark.in_ci("0", "2", "4", "6")

@@ -125,8 +125,8 @@ def _overrides() -> dict[str, dict[str, Any]]:
 
 def build(kind: str, class_name: str, task: str) -> Subject:
     given = _overrides().get(kind, {})
-    config = tiny_config(kind, given.get("config", {}))
     model_class = getattr(transformers, class_name)
+    config = tiny_config(kind, model_class, given.get("config", {}))
     for name in ("pad_token_id", "decoder_start_token_id"):
         if getattr(config, name, None) is None:
             setattr(config, name, 0)
@@ -143,8 +143,10 @@ def loss(output: Any, batch: Any) -> torch.Tensor:
 # -- configs ------------------------------------------------------------------------------------------
 
 
-def tiny_config(kind: str, changes: Mapping[str, Any]) -> Any:
+def tiny_config(kind: str, model_class: Any, changes: Mapping[str, Any]) -> Any:
     config_class = configuration_auto.CONFIG_MAPPING[kind]
+    if model_class.config_class in config_class.sub_configs.values():  # as that of its decoder alone
+        config_class = model_class.config_class
     fields = shrunk(config_class().to_dict())
     return config_class.from_dict(merged(fields, changes))
 
