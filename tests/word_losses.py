@@ -86,6 +86,15 @@ def sum_and_count(logits, batch):
     return F.cross_entropy(*flat(logits, batch), reduction="sum"), (labels != -100).sum()
 
 
+def divided_by_many_ops(logits, batch):
+    """The gradient needs the divisor, and autograd records no op of it: a cut may be among them."""
+    rows, labels = flat(logits, batch)
+    total, count = (2.0 * F.cross_entropy(rows, labels, reduction="none")).sum(), (labels != -100).sum()
+    for _ in range(30):
+        count = (count + 2) - 1
+    return total / count
+
+
 def weighted(logits, batch):
     """Each token by a number of the batch."""
     losses = F.cross_entropy(*flat(logits, batch), reduction="none")
@@ -124,6 +133,7 @@ CASES = {
     "smoothed": ({}, smoothed),
     "z-loss": ({}, with_z_loss),
     "sum and count": ({"bias": True}, sum_and_count),
+    "divided by many ops": ({}, divided_by_many_ops),
     "weighted": ({}, weighted),
     "summed in float32": ({}, summed_in_float32),
     "scaled in float32": ({}, scaled),

@@ -21,6 +21,7 @@ from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
 from fxpipe.capture.gradient_names import GradientNames, root
 from fxpipe.capture.state.changed_buffers import check_buffers
 from fxpipe.errors import CaptureError
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs, module_around, origin_of
 from fxpipe.ir.names import identifier
 from fxpipe.ir.node_names import node_name, short_paths
@@ -30,7 +31,8 @@ from fxpipe.runtime.program.checks import expect, expect_op
 
 aten = torch.ops.aten
 
-_ASSERTS = (aten._assert_async.msg, aten._assert_async.default)
+_FACTORIZED = aten._linalg_check_errors.default
+_ASSERTS = (aten._assert_async.msg, aten._assert_async.default, _FACTORIZED)
 
 
 def clean(
@@ -144,10 +146,15 @@ def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], name: s
 
 
 def _asserted(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], name: str) -> fx.Node:
-    """The check that the model's own assert of a tensor holds."""
+    """The check that the model's own assert of a tensor holds, or that matrices have been factorized."""
     value, *message = fx.map_arg(node.args, new.__getitem__)
-    says = message[0] if message else "An assert of the model does not hold of this microbatch"
-    args = value, [True], f"{says} ({origin_of(node)})."
+    says, holds = message[0] if message else "An assert of the model does not hold of this microbatch", True
+    if node.target is _FACTORIZED:
+        says, holds = f"{says}: a matrix of this microbatch is singular or not positive-definite", False
+        failed = new_node(graph, "call_function", aten.any.default, (value,), {}, f"{name}_any")
+        failed.meta.update(origin=origin_of(node), val=new[node_arg(node, 0)].meta["val"].any())
+        value = failed
+    args = value, [holds], f"{says} ({origin_of(node)})."
     check: fx.Node = new_node(graph, "call_function", expect, args, {}, name)
     check.meta.update(origin=origin_of(node), val=None)
     return check

@@ -127,14 +127,13 @@ def _is_sum(node: fx.Node) -> bool:
 
 def root(node: fx.Node) -> fx.Node:
     """The node that has a node's value: not one that passes it on, or transposes it once more."""
+    transposed: fx.Node | None = None  # the last transpose on the way that no other undoes
     while True:
-        source = node.args[0] if node.args else None
-        if node.target in SAME_VALUE:
-            node = source  # type: ignore[assignment]
-        elif node.target is aten.t.default and root(source).target is aten.t.default:  # type: ignore[arg-type]
-            node = root(source).args[0]  # type: ignore[arg-type, assignment]
-        else:
-            return node
+        if node.target is aten.t.default:
+            transposed = node if transposed is None else None
+        elif node.target not in SAME_VALUE:
+            return transposed or node
+        node = node.args[0]  # type: ignore[assignment]
 
 
 def _named(value: fx.Node | Named, new: Mapping[fx.Node, fx.Node]) -> Named:

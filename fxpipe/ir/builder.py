@@ -15,7 +15,7 @@ from fxpipe.ir.graph import Origin
 from fxpipe.ir.names import identifier
 from fxpipe.ir.node_names import BACKWARD, op_name, short_paths
 from fxpipe.ir.nodes import new_node
-from fxpipe.ir.storage import call_nodes
+from fxpipe.ir.storage import call_nodes, operands_first
 from fxpipe.schedule.ops import Color
 
 aten = torch.ops.aten
@@ -58,6 +58,13 @@ class Builder:
         self.origin = node.meta["origin"]
         return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
+    def copy_of(self, value: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Append a value's own copies of all ops that it is made of, but for those that ``copies`` has."""
+        for node in operands_first(value, copies):
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+            copies[node] = self.copy(node, args, kwargs) if node.op == "call_function" else node
+        return copies[value]
+
 
 class Calls:
     """Adds ops to a graph where it inserts, with names like those of the captured ops."""
@@ -87,14 +94,7 @@ def in_order(graph: fx.Graph) -> None:
     """Move every node that comes after one of its users to just before that user."""
     done: set[fx.Node] = set()
     for node in list(graph.nodes):
-        todo = [node]
-        while todo:
-            missing = [n for n in todo[-1].all_input_nodes if n not in done]
-            if missing:
-                # Depth first without recursion: chains of a deep model are longer than Python's stack.
-                todo.append(missing[0])
-                continue
-            ready = todo.pop()
+        for ready in operands_first(node, done):
             if ready is not node:
                 node.prepend(ready)
             done.add(ready)

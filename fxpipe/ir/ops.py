@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any, cast
@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import is_pointwise
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import argument, is_view, place_of
@@ -135,6 +136,28 @@ def is_elementwise(node: fx.Node) -> bool:
     """Whether an op computes each entry of its result from the entries at the same place: also a view, or a
     cast."""
     return is_view(node) or node.target is aten._to_copy.default or is_pointwise(node)
+
+
+def adds_values(node: fx.Node) -> bool:
+    """Whether an op adds two values of its shape, without a factor."""
+    is_add = node.target is aten.add.Tensor and not node.kwargs
+    return is_add and all(
+        isinstance(x, fx.Node) and x.meta["val"].shape == node.meta["val"].shape for x in node.args
+    )
+
+
+def summands_of(
+    sums: Iterable[fx.Node], is_split: Callable[[fx.Node], bool] = adds_values
+) -> tuple[fx.Node, ...]:
+    """The summands of sums of sums, in order.  is_split: whether a value is such a sum."""
+    summands, todo = list[fx.Node](), [*sums][::-1]
+    while todo:  # no recursion: a weight of a loop has as many summands as that has rounds
+        node = todo.pop()
+        if is_split(node):
+            todo += (node_arg(node, 1), node_arg(node, 0))
+        else:
+            summands.append(node)
+    return tuple(summands)
 
 
 def lane_group(node: fx.Node) -> LaneGroup:

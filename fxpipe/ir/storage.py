@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -177,6 +177,23 @@ def leading_to(
             nodes_before.add(node)
             todo += node.all_input_nodes
     return nodes_before
+
+
+def operands_first(
+    value: fx.Node,
+    made: Container[fx.Node],
+    operands: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+) -> Iterator[fx.Node]:
+    """What a value is made of and ``made`` lacks, each behind its operands, and the value last.  Who iterates
+    puts each into ``made``.  operands: those of a node to look at."""
+    todo = [value]
+    while todo:
+        # Depth first without recursion: chains of a deep model are longer than Python's stack.
+        missing = next((n for n in operands(todo[-1]) if n not in made), None)
+        if missing is not None and todo[-1] not in made:
+            todo.append(missing)
+        elif (node := todo.pop()) not in made:
+            yield node
 
 
 def graph_outputs(graph: fx.Graph) -> Outputs:

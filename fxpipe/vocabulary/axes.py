@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.ir.builder import node_arg
 from fxpipe.ir.dims import Lost, dims_of, is_pointwise, through
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.ops import SUM_OF_LANES
@@ -150,20 +148,6 @@ def _is_of_logits(node: fx.Node, axes: dict[fx.Node, int]) -> bool:
     """Whether an op goes along the vocabulary alone."""
     logits: fx.Node = node.args[0]  # type: ignore[assignment]
     return logits in axes and dims_of(node, logits.meta["val"].dim()) == {axes[logits]}
-
-
-def summands_of(total: fx.Node, among: Container[fx.Node] | None = None) -> list[fx.Node]:
-    """The summands of a sum of gradients, in order.  among: a sum of other values stays as it is."""
-    summands, todo = list[fx.Node](), [total]
-    while todo:
-        node = todo.pop()
-        of_values = all(isinstance(x, fx.Node) for x in node.args) and not node.kwargs
-        is_sum = node.target is aten.add.Tensor and of_values
-        if is_sum and (among is None or all(x in among for x in node.args)):
-            todo += (node_arg(node, 1), node_arg(node, 0))
-        else:
-            summands.append(node)
-    return summands
 
 
 def whole(node: fx.Node) -> VocabularyError:

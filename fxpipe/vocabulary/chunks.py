@@ -20,6 +20,7 @@ barriers would be a fifth, and to exchange the statistics of each part a barrier
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -27,7 +28,9 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, node_arg
+from fxpipe.ir.graph import Origin
 from fxpipe.ir.nodes import copy_graph, input_nodes, rename, take_name
+from fxpipe.ir.ops import adds_values, summands_of
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, node_bytes, set_outputs, storage_root
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.axes import MEAN
@@ -203,10 +206,15 @@ class _Head:
 
     def rewrite(self, bounds: Sequence[int]) -> None:
         """Let parts take the place of the head, one behind the other, where each round begins."""
+        # Each summand of a table's gradient is added by itself: it has one of the head, and one of each other
+        # use of a tied table.
+        sums = set[fx.Node]()
+        for node in self.graph.nodes:
+            of_head = any(x in self.totals or x in sums for x in node.all_input_nodes)
+            if of_head and len(node.users) == 1 and adds_values(node):
+                sums.add(node)
         grads = graph_outputs(self.graph).grads
-        set_outputs(
-            self.graph, grads={k: tuple(y for x in xs for y in self._summands(x)) for k, xs in grads.items()}
-        )
+        set_outputs(self.graph, grads={k: summands_of(xs, sums.__contains__) for k, xs in grads.items()})
         before = [self._before(at) for at in range(len(self._phases))]
         rows: dict[fx.Node, fx.Node] = {}  # value of a round -> the same of all tokens
         for at, (again, taken) in enumerate(before):
@@ -255,19 +263,17 @@ class _Head:
             if node.op == "call_function" and node not in self.parts and node not in wanted:
                 wanted.add(node)
                 todo += input_nodes(node)
-        order = list(self.graph.nodes)
+        order, stays = list(self.graph.nodes), set[int | None]()
         for node in order[order.index(first) :]:
+            origin = node.meta.get("origin", Origin(backward=True))
             if node in wanted:
                 first.prepend(node)
-
-    def _summands(self, gradient: fx.Node) -> list[fx.Node]:
-        """The summands of a gradient of a table, each of which is added by itself: it has one of the head,
-        and one of each other use of a tied table."""
-        is_sum = gradient.target is aten.add.Tensor and not gradient.kwargs and len(gradient.users) == 1
-        inputs = [x for x in gradient.args if isinstance(x, fx.Node)]
-        alike = len(inputs) == 2 and all(x.meta["val"].shape == gradient.meta["val"].shape for x in inputs)
-        summands = [y for x in inputs for y in self._summands(x)] if is_sum and alike else []
-        return summands if any(x in self.totals for x in summands) else [gradient]
+                # It has the number of an op before it where autograd does not record it: the partition takes
+                # the first op of a number for the one that autograd differentiates.
+                if origin.seq in stays and not origin.backward:
+                    node.meta["origin"] = replace(origin, seq=None)
+            elif not origin.backward:
+                stays.add(origin.seq)
 
     def _replace(self, old: fx.Node, parts: Sequence[fx.Node], build: Builder) -> fx.Node | None:
         """Let what the parts give take the place of a value of all tokens.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import fx
 
@@ -17,7 +19,7 @@ class Lookups:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         # One copy of each value, else as many as there are ways to it: a hash reads each of its steps twice.
-        self._copies: dict[tuple[fx.Node, Phase], fx.Node] = {}
+        self._copies: defaultdict[Phase, dict[fx.Node, fx.Node]] = defaultdict(dict)
         shard.makers[aten.embedding_dense_backward.default] = self.gradient
 
     def part(self, node: fx.Node) -> fx.Node:
@@ -47,10 +49,5 @@ class Lookups:
 
     def _index(self, node: fx.Node, phase: Phase) -> fx.Node:
         """Copies, for the lookups, of values computed from the batch alone."""
-        if node.op != "call_function":
-            return node
-        if (node, phase) not in self._copies:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._index(n, phase))
-            build = self.shard.at(phase, node.meta["origin"], self.shard.lookup_stage)
-            self._copies[node, phase] = build.copy(node, args, kwargs)
-        return self._copies[node, phase]
+        build = self.shard.at(phase, node.meta["origin"], self.shard.lookup_stage)
+        return build.copy_of(node, self._copies[phase])

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxpipe.ir.builder import Builder, node_arg
 from fxpipe.ir.dims import dims_of, is_pointwise
+from fxpipe.ir.storage import operands_first
 from fxpipe.schedule.ops import Color
 
 aten = torch.ops.aten
@@ -59,30 +60,51 @@ class PartBuilder(Builder):
 
         One as large as the logits is made of its own operands' parts.
         """
-        shape = tuple(x.meta["val"].shape)
-        at = max(0, len(shape) - behind)
-        before, tail = shape[:at], shape[at:]
+        parts: dict[fx.Node, fx.Node] = {}
+        for node in operands_first(x, parts, lambda n: _sources(n, tokens, behind)):
+            sources, args = _sources(node, tokens, behind), node.args
+            if not sources:
+                parts[node] = self._taken(node, tokens, behind)
+            elif is_elementwise(node):
+                args, kwargs = fx.map_arg((args, dict(node.kwargs)), parts.__getitem__)
+                parts[node] = self.like(node, *args, **kwargs)
+            elif node.target is aten.slice.Tensor:
+                parts[node] = self.like(node, parts[sources[0]], behind, *args[2:])
+            else:
+                shape = [self.end - self.begin, *node.meta["val"].shape[len(tokens) :]]
+                parts[node] = self.like(node, parts[sources[0]], shape)
+        return parts[x]
+
+    def _taken(self, x: fx.Node, tokens: Shape, behind: int) -> fx.Node:
+        before, tail = _split(x, behind)
         if not before:
             return x
         if all(n == 1 for n in before):
-            return self.like(x, x, [1, *tail], op=aten.view.default) if at > 1 else x
-        if before == tokens and prod(tail) > 1 and is_elementwise(x):
-            arguments = x.args, dict(x.kwargs)
-            args, kwargs = fx.map_arg(arguments, lambda y: self.operand(y, tokens, behind))
-            return self.like(x, *args, **kwargs)
-        if before == tokens and x.target is aten.slice.Tensor and dims_of(x, len(shape)) == {len(shape) - 1}:
-            part = self.operand(node_arg(x, 0), tokens, behind)
-            return self.like(x, part, behind, *x.args[2:])
-        if before == tokens and x.target is aten.expand.default:
-            source = node_arg(x, 0)
-            if source.meta["val"].dim() == len(shape):
-                part = self.operand(source, tokens, behind)
-                return self.like(x, part, [self.end - self.begin, *tail])
+            return self.like(x, x, [1, *tail], op=aten.view.default) if len(before) > 1 else x
         if before != tokens:
             x = self.like(x, x, [*tokens, *tail], op=aten.expand.default)
         if len(tokens) > 1:
             x = self.like(x, x, [prod(tokens), *tail], op=aten.reshape.default)
         return self.rows(x, 0)
+
+
+def _split(x: fx.Node, behind: int) -> tuple[Shape, Shape]:
+    """The dimensions of an operand: of tokens, and others."""
+    shape = tuple(x.meta["val"].shape)
+    at = max(0, len(shape) - behind)
+    return shape[:at], shape[at:]
+
+
+def _sources(x: fx.Node, tokens: Shape, behind: int) -> list[fx.Node]:
+    """The operands of which the part of an operand is made; none for one that is taken as it is."""
+    before, tail = _split(x, behind)
+    if before != tokens or all(n == 1 for n in before):
+        return []
+    rank = len(before) + len(tail)
+    is_large = prod(tail) > 1 and is_elementwise(x)
+    is_of_columns = x.target is aten.slice.Tensor and dims_of(x, rank) == {rank - 1}
+    is_expanded = x.target is aten.expand.default and node_arg(x, 0).meta["val"].dim() == rank
+    return x.all_input_nodes if is_large or is_of_columns or is_expanded else []
 
 
 def is_elementwise(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from torch import fx
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import cast, node_arg
 from fxpipe.ir.dims import is_pointwise
+from fxpipe.ir.storage import operands_first
 from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.axes import LINEAR, whole
 from fxpipe.vocabulary.gradients import Gradients
@@ -26,6 +27,10 @@ from fxpipe.vocabulary.softmax import Softmax
 
 aten = torch.ops.aten
 _START = aten._log_softmax_backward_data.default
+
+Operand = Callable[[fx.Node, int, fx.Node], fx.Node]
+"""Makes an operand of the shard's part of a value of the forward, of its dimension of the vocabulary, counted
+from the last, and of the gradient that it meets."""
 
 
 class Products(Protocol):
@@ -84,13 +89,16 @@ class OneBarrier:
                 starts |= {n: of_seq[origin.seq] for n in node.users if n.target is aten.mul.Tensor}
         return starts
 
-    def _find_way(self) -> set[fx.Node]:
-        """Gradients of log-softmaxes, and the values made of them that have a vocabulary dimension."""
+    def _find_way(self) -> dict[fx.Node, list[fx.Node]]:
+        """Gradients of log-softmaxes, and the values made of them that have a vocabulary dimension, each with
+        the gradients that it is made of."""
         # In the graph's order, so that what a value is made of is there before it.
-        way: set[fx.Node] = set()
+        way: dict[fx.Node, list[fx.Node]] = {}
         for node in self.axes:
-            if node in self.starts or any(n in way for n in node.all_input_nodes):
-                way.add(node)
+            before = [start for n in node.all_input_nodes for start in way.get(n, ())]
+            starts = [node] if node in self.starts else [*dict.fromkeys(before)]
+            if starts:
+                way[node] = starts
         return way
 
     def before(self, product: fx.Node) -> None:
@@ -100,8 +108,9 @@ class OneBarrier:
 
     def _alone(self, logits: fx.Node) -> list[tuple[fx.Node, ...]]:
         """The starts of a gradient, those apart that give a token several gradients, which are added."""
-        kinds = [[n for n in self._starts(logits) if (n.target is _START) == kind] for kind in (True, False)]
-        return [tuple(dict.fromkeys(starts)) for starts in kinds if starts]
+        starts = self._way[logits]
+        kinds = [tuple(n for n in starts if (n.target is _START) == kind) for kind in (True, False)]
+        return [starts for starts in kinds if starts]
 
     def _product(self, product: fx.Node, starts: tuple[fx.Node, ...]) -> _Unscaled:
         shard, logits, rows = self.shard, node_arg(product, 0), self.shard.local(node_arg(product, 1))
@@ -188,36 +197,24 @@ class OneBarrier:
         return [n for n in node.all_input_nodes if n in self._way]
 
     def _towards(self, node: fx.Node, seeds: Mapping[fx.Node, object]) -> list[fx.Node]:
-        return [n for n in self._before(node) if not seeds.keys().isdisjoint(self._starts(n))]
+        return [n for n in self._before(node) if not seeds.keys().isdisjoint(self._way[n])]
 
-    def _starts(self, node: fx.Node) -> list[fx.Node]:
-        """The gradients that a value is made from."""
-        if node in self.starts:
-            return [node]
-        return [start for n in self._before(node) for start in self._starts(n)]
+    def _carried(self, node: fx.Node, size: int, seeds: dict[fx.Node, fx.Node], operand: Operand) -> fx.Node:
+        """A value for other gradients of the log-softmaxes, with another size of the vocabulary."""
+        made = {**seeds}
+        for each in operands_first(node, made, lambda n: self._towards(n, seeds)):
+            ways = {n: made[n] for n in self._towards(each, seeds)}
+            made[each] = self._on_way(each, size, ways, operand)
+        return made[node]
 
-    def _carried(
-        self,
-        node: fx.Node,
-        size: int,
-        seeds: dict[fx.Node, fx.Node],
-        operand: Callable[[fx.Node, int, fx.Node], fx.Node],
-    ) -> fx.Node:
-        """A value for other gradients of the log-softmaxes, with another size of the vocabulary.
-
-        ``operand``: of the shard's part of a value of the forward, of its dimension of the vocabulary,
-        counted from the last, and of the gradient that it meets.
-        """
-        if node in seeds:
-            return seeds[node]
-        before = self._towards(node, seeds)
+    def _on_way(self, node: fx.Node, size: int, ways: dict[fx.Node, fx.Node], operand: Operand) -> fx.Node:
+        before = [*ways]
         # Where all that is added is on the way, the other summand is made of other starts.
         is_sum = node.target is aten.add.Tensor and not node.kwargs
         if is_sum and len(before) == 1 and len(self._before(node)) == len(node.args):
-            return self._carried(before[0], size, seeds, operand)
+            return ways[before[0]]
         if _scales(node) and not (len(before) == 1 and _is_linear(node, before[0])):
             raise _not_linear(node)
-        ways = {n: self._carried(n, size, seeds, operand) for n in before}
 
         def part(n: fx.Node) -> fx.Node:
             place = self.axes[n] - n.meta["val"].dim()
@@ -230,14 +227,14 @@ class OneBarrier:
 
     def _moved(self, node: fx.Node, seeds: dict[fx.Node, fx.Node], phase: Phase) -> fx.Node:
         """One number a token, in the order of the tokens that a value has."""
-        if node in seeds:
-            return seeds[node]
-        ways = {n: self._moved(n, seeds, phase) for n in self._towards(node, seeds)}
-        if _scales(node):
-            (moved,) = ways.values()
-            return moved
-        args, kwargs = self.shard.arguments(node, 1, ways.__getitem__)
-        return self.shard.at(phase, node.meta["origin"]).copy(node, args, kwargs)
+        made = {**seeds}
+        for each in operands_first(node, made, lambda n: self._towards(n, seeds)):
+            if _scales(each):
+                (made[each],) = (made[n] for n in self._towards(each, seeds))
+            else:
+                args, kwargs = self.shard.arguments(each, 1, made.__getitem__)
+                made[each] = self.shard.at(phase, each.meta["origin"]).copy(each, args, kwargs)
+        return made[node]
 
 
 def _scales(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder
 from fxpipe.ir.dims import is_pointwise
 from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.storage import operands_first
 from fxpipe.plan.rows import ShardName
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.axes import RESHAPES, is_of_batch
@@ -41,6 +42,10 @@ class Shard:
         self._build = Builder(graph)
         self._tables: dict[fx.Node, fx.Node] = {}
         self._locals: dict[fx.Node, fx.Node] = {}
+        self._of_tables = set[fx.Node]()  # made of them alone
+        for node in layers.axes:
+            if self._of_tables.issuperset(node.all_input_nodes):
+                self._of_tables.add(node)
 
     @property
     def size(self) -> int:
@@ -69,25 +74,25 @@ class Shard:
 
     def local(self, node: fx.Node) -> fx.Node:
         """The shard's part of a value with a vocabulary dimension."""
-        if node in self.layers.tables:
-            return self.table(node)
-        if node not in self._locals:
-            make = self.makers.get(node.target)
-            if make is not None:
-                self._locals[node] = make(node)
-            else:
-                args, kwargs = self.arguments(node, self.size, self.local)
-                # A backward value made of the table alone is there from the start, so F can make it.
-                late = node.meta["origin"].backward and not self._is_of_table(node)
-                build = self.at(self.phase if late else Phase.F, node.meta["origin"])
-                self._locals[node] = build.copy(node, args, kwargs)
+        for each in operands_first(node, self._locals, self._operands):
+            self._locals[each] = self._local(each)
         return self._locals[node]
 
-    def _is_of_table(self, node: fx.Node) -> bool:
-        """Whether a value is a table, or made of one alone, so that it is there from the start."""
-        return node in self.layers.tables or (
-            node in self.layers.axes and all(map(self._is_of_table, node.all_input_nodes))
-        )
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """The operands of which the shard's part of a value is made."""
+        operands = [] if node.target in self.makers else node.all_input_nodes
+        return [n for n in operands if n in self.layers.axes]
+
+    def _local(self, node: fx.Node) -> fx.Node:
+        if node in self.layers.tables:
+            return self.table(node)
+        if node.target in self.makers:
+            return self.makers[node.target](node)
+        args, kwargs = self.arguments(node, self.size, self.local)
+        # A backward value made of the table alone is there from the start, so F can make it.
+        late = node.meta["origin"].backward and node not in self._of_tables
+        build = self.at(self.phase if late else Phase.F, node.meta["origin"])
+        return build.copy(node, args, kwargs)
 
     def arguments(
         self,
@@ -128,12 +133,7 @@ class Shard:
 
     def _computed_here(self, node: fx.Node) -> fx.Node:
         """The shard's own copy of a value that depends on the batch and constants alone."""
-        if node.op != "call_function":
-            return node
-        if node not in self._locals:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._computed_here)
-            self._locals[node] = self.at(Phase.F, node.meta["origin"]).copy(node, args, kwargs)
-        return self._locals[node]
+        return self.at(Phase.F, node.meta["origin"]).copy_of(node, self._locals)
 
     def _is_mask(self, n: fx.Node, place: int) -> bool:
         """Whether a value has an entry for each word, and all ranks have it or can compute it."""

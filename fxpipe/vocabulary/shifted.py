@@ -18,8 +18,9 @@ from torch import fx
 
 from fxpipe.ir.builder import Builder, in_order, node_arg
 from fxpipe.ir.nodes import rename, take_name
+from fxpipe.ir.ops import summands_of
 from fxpipe.ir.storage import argument, drop_dead
-from fxpipe.vocabulary.axes import RESHAPES, summands_of
+from fxpipe.vocabulary.axes import RESHAPES
 from fxpipe.vocabulary.part_builder import is_elementwise
 
 aten = torch.ops.aten
@@ -81,7 +82,7 @@ class _Shifted:
         alike = [node for node in of_slices if node.meta["val"].shape == logits.meta["val"].shape]
         puts = [node for node in alike if _rows(node) in self.choices]
         for total in dict.fromkeys(map(_sum_with, puts)):
-            summands = summands_of(total)
+            summands = summands_of([total])
             if {*summands} <= {*puts}:
                 self.puts, self.backward = _by_rows(summands), [total]
                 if self._leads_to_ends():

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Builder, cast, node_arg
+from fxpipe.ir.storage import operands_first
 from fxpipe.plan.tensors import accum_dtype
 from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.axes import EACH, MEAN, RESHAPES, whole
@@ -172,21 +173,32 @@ class Softmax:
     def local_copy(self, node: fx.Node) -> fx.Node:
         """This rank's own copy of a value that follows from the losses or is a part of the backward; the
         value itself where it is neither."""
-        if node in self._others:
-            return self._others[node]
+        for each in operands_first(node, self._others, self._operands):
+            self._others[each] = self._copied(each)
+        return self._others[node]
+
+    def _is_own(self, node: fx.Node) -> bool:
         # What comes before the losses is the model's own: each rank gets it as a message.
-        if node.op != "call_function" or not (node in self._after or node.meta["origin"].backward):
-            return node
-        if node in self.layers.axes or node in self.layers.products:
+        return node.op == "call_function" and (node in self._after or node.meta["origin"].backward)
+
+    def _is_of_pick(self, node: fx.Node) -> bool:
+        """Whether a value is one of a pick's two results."""
+        return bool(node.args) and node.args[0] in self._entries
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """The values of which this rank makes its own copies for one of a value."""
+        if self._is_own(node) and (node in self.layers.axes or node in self.layers.products):
             raise whole(node)
-        if node.args and node.args[0] in self._entries:  # one of a pick's two results
-            local = self._picked(node_arg(node, 0))[node.args[1]]  # type: ignore[index]
-        else:
-            # Every rank computes it from the statistics of all, instead of waiting for one that does.
-            args, kwargs = fx.map_arg((node.args, node.kwargs), self.local_copy)
-            local = self.shard.at(Phase.B, node.meta["origin"]).copy(node, args, kwargs)
-        self._others[node] = local
-        return local
+        return node.all_input_nodes if self._is_own(node) and not self._is_of_pick(node) else []
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        if not self._is_own(node):
+            return node
+        if self._is_of_pick(node):
+            return self._picked(node_arg(node, 0))[node.args[1]]  # type: ignore[index]
+        # Every rank computes it from the statistics of all, instead of waiting for one that does.
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
+        return self.shard.at(Phase.B, node.meta["origin"]).copy(node, args, kwargs)
 
     def _picked(self, pick: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The loss and the number of labels that count, as nll_loss gives them."""

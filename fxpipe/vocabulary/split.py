@@ -23,11 +23,11 @@ from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, in_order, node_arg
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.nodes import rename, take_name
+from fxpipe.ir.ops import adds_values, summands_of
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, set_outputs
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
-from fxpipe.vocabulary.axes import summands_of
 from fxpipe.vocabulary.gradients import Gradients
 from fxpipe.vocabulary.layers import VocabularyLayers, find_layers
 from fxpipe.vocabulary.lookups import Lookups
@@ -157,11 +157,15 @@ def _set_outputs(graph: fx.Graph, layers: VocabularyLayers, parts: list[_Part]) 
     named, last = graph_outputs(graph), parts[-1].softmax
     tables = {table.meta["input"].name for table in layers.tables}
     grads: dict[str, tuple[fx.Node, ...]] = {}
+
+    def of_words(node: fx.Node) -> bool:
+        return adds_values(node) and all(x in layers.axes for x in node.all_input_nodes)
+
     for name, summands in named.grads.items():
         if name not in tables:
             grads[name] = summands
             continue
-        leaves = [leaf for summand in summands for leaf in summands_of(summand, layers.axes)]
+        leaves = summands_of(summands, of_words)
         for part in parts:
             part.shard.phase = Phase.W
             # Each rank trains its own rows, as a parameter of its own.

@@ -658,6 +658,24 @@ def test_an_assert_of_a_tensor_holds_of_each_microbatch(message):
     pipe.run_local(batch(4))
 
 
+@pytest.mark.parametrize("op", ["cholesky", "inv", "solve"])
+def test_matrices_are_factorized_in_each_microbatch(op):
+    class Factorizes(Reads):
+        def read(self, x, mask):
+            matrix = torch.diag_embed(mask + 1.0)
+            factor = getattr(torch.linalg, op)
+            return factor(matrix, x) if op == "solve" else (factor(matrix) @ x.unsqueeze(-1)).squeeze(-1)
+
+    assert_equals_eager(Factorizes, batch, ranks=2, schedule="zb-h1")
+    pipe = fxpipe.compile(Factorizes(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
+    wrong = batch(4)
+    wrong["mask"][3, 2] = -1
+    says = rf"^(torch\.)?linalg\.{op}: a matrix of this microbatch is singular or not positive-def"
+    with pytest.raises(fxpipe.RunError, match=says):
+        pipe.run_local(wrong)
+    pipe.run_local(batch(4))
+
+
 def test_code_for_compilers_that_fails():
     """Eager's way hangs on data, and is taken all the same."""
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from fxpipe.capture.gradient_names import root
 from fxpipe.capture.trace import capture
 from fxpipe.ir.node_names import Gradient
 from fxpipe.ir.storage import call_nodes, graph_outputs
@@ -173,3 +174,11 @@ def test_names_of_the_forward_do_not_look_like_gradients():
     forward = {node.name for node in call_nodes(graph) if not node.meta["origin"].backward}
     assert {"model_d_addmm", "model_bwd_addmm"} <= forward
     assert not [name for name in forward if name.startswith(("d_", "bwd_"))]
+
+
+def test_transposes_that_undo_each_other_are_passed_once():
+    graph = fx.Graph()
+    ways = [graph.placeholder("x")]
+    for _ in range(101):
+        ways.append(graph.call_function(torch.ops.aten.t.default, (ways[-1],)))
+    assert [root(node) for node in ways] == [*ways[:2]] * 51

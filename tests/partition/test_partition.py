@@ -47,7 +47,7 @@ def costs_in_order(pipe: fxpipe.Pipeline) -> tuple[list[float], list[str]]:
     Of the graph that the programs are made from, so that they add up to what the stages cost.
     """
     nodes = call_nodes(pipe.graph)
-    forward = [n for n in nodes if not n.meta["origin"].backward]
+    forward = [n for n in nodes if not n.meta["origin"].backward and n.meta["origin"].seq is not None]
     order = {seq: i for i, seq in enumerate(sorted({n.meta["origin"].seq for n in forward}))}
     paths = {n.meta["origin"].seq: n.meta["origin"].path for n in forward}
     place: dict[fx.Node, int] = {}

@@ -31,6 +31,13 @@ def test_our_format_with_notes_and_empty_lines():
     assert order_text(schedule.order) == "F0.0 F0.1 BW0.0 BW0.1\nF1.0 B1.0 W1.0 F1.1 BW1.1"
 
 
+@pytest.mark.parametrize("text", ["0F0,0B0,,\n,,\n\n1F0,\t1B0\r\n", "\t\nF0.0\tBW0.0 \r\n,\nF1.0 BW1.0\n"])
+def test_what_spreadsheets_and_editors_put_in_between(text):
+    """A byte order mark, rows of commas, empty rows, tabs, line ends of two bytes."""
+    order = parse_schedule("\ufeff" + text, "x").order
+    assert order_text(order) == "F0.0 BW0.0\nF1.0 BW1.0"
+
+
 def test_stages_are_where_their_ops_are():
     schedule = parse_schedule("F0.0 F3.0 BW3.0 BW0.0\nF1.0 F2.0 BW2.0 BW1.0", "v")
     assert schedule.placement == (0, 1, 1, 0)

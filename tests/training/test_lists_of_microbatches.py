@@ -5,8 +5,10 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from operator import le
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -232,6 +234,15 @@ def test_a_microbatch_that_does_not_fit(pipe):
     with pytest.raises(fxpipe.BatchError, match=message + remedy):
         orders.of([([{"sequence": 2}, {"sequence": 15}], [16, 16])], pipe._runner._local_programs)
     assert orders.of([([{"sequence": 2}, {"sequence": 5}], [16, 16])], pipe._runner._local_programs)
+
+
+def test_no_order_is_looked_for_when_the_script_has_ended(pipe, monkeypatch):
+    """The interpreter waits for the thread that looks for orders of later batches."""
+    monkeypatch.setattr("fxpipe.training.run.batch_orders.main_thread", Thread)  # one that does not run
+    orders = BatchOrders(pipe.artifact, None)
+    orders.prepare([([{"sequence": 2}, {"sequence": 5}], [16, 16])])
+    with pytest.raises(CancelledError):
+        next(iter(orders._begun.values())).result()
 
 
 def test_a_word_without_a_row(pipe):

@@ -40,7 +40,7 @@ def largest(pipe: fxpipe.Pipeline) -> int:
 PRODUCTS = [getattr(torch.ops.aten, op).default for op in ("mm", "addmm", "addmm_")]
 
 
-@pytest.mark.in_ci("smoothed", "sum and count")
+@pytest.mark.in_ci("smoothed", "sum and count", "divided by many ops")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_whole_head(name):
     options, loss = CASES[name]

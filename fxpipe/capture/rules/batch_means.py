@@ -21,8 +21,8 @@ So has each of a number of the batch by which a sum over rows is divided, which 
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.graph import batch_mean
 from fxpipe.ir.nodes import copy_node
 from fxpipe.ir.size import Share
-from fxpipe.ir.storage import drop_dead, graph_outputs, leading_to, set_outputs
+from fxpipe.ir.storage import drop_dead, graph_outputs, leading_to, operands_first, set_outputs
 from fxpipe.plan.tensors import accum_dtype
 
 aten = torch.ops.aten
@@ -146,18 +146,21 @@ def _divide_by_mean(tail: Tail, division: Division, share: float, replicas: int)
         """What the whole batch has of a part of the divisor."""
         if tail.is_fixed(part):
             return part
-        if part in division.counts and part not in values:
+        if part in division.counts:
             mean = mean_of(part)
-            values[part] = scaled(aten.div.Tensor, mean) if division.power else mean
-        elif part not in values:
-            operands: Any = fx.map_arg((part.args, dict(part.kwargs)), of_batch)
-            args, kwargs = operands
-            is_cast = part.target is aten._to_copy.default and args[0].meta["val"].is_floating_point()
-            values[part] = args[0] if is_cast else call(part.target, *args, **kwargs)
-        return values[part]
+            return scaled(aten.div.Tensor, mean) if division.power else mean
+        operands: Any = fx.map_arg((part.args, dict(part.kwargs)), values.__getitem__)
+        args, kwargs = operands
+        is_cast = part.target is aten._to_copy.default and args[0].meta["val"].is_floating_point()
+        return args[0] if is_cast else call(part.target, *args, **kwargs)
+
+    def operands(part: fx.Node) -> Sequence[fx.Node]:
+        return () if tail.is_fixed(part) or part in division.counts else part.all_input_nodes
 
     with tail.graph.inserting_before(node):
-        mean = of_batch(divisor) if division.counts else mean_of(divisor)
+        for part in operands_first(divisor, values, operands) if division.counts else ():
+            values[part] = of_batch(part)
+        mean = values.get(divisor) or mean_of(divisor)
         if division.power:
             mean = scaled(aten.mul.Tensor, mean)
         elif not division.counts:  # a number of the batch, which is one of this replica
@@ -172,5 +175,7 @@ def _divide_by_mean(tail: Tail, division: Division, share: float, replicas: int)
 def called(calls: Calls, of: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new op, where the graph inserts, of another one's origin."""
     values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    val = target(*values, **named)
-    return calls(target, args, kwargs, val=val, origin=of.meta["origin"])
+    val, origin = target(*values, **named), of.meta["origin"]
+    if not origin.backward:
+        origin = replace(origin, seq=None)  # autograd differentiates the other op alone, in that one's stage
+    return calls(target, args, kwargs, val=val, origin=origin)

@@ -81,8 +81,8 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
         moved = leading_to(values)
         begin = next((node for node in inside[layer] if node not in moved), None)
         if begin is not None:
-            for value in values:
-                _move(value, begin)
+            for node in sorted(n for n in moved if n.op == "call_function" and begin < n):
+                begin.prepend(node)
 
 
 def _first_layer(paths: list[str]) -> str:
@@ -91,13 +91,6 @@ def _first_layer(paths: list[str]) -> str:
         if not all(path == module or path.startswith(f"{module}.") for path in paths):
             return module
     return paths[0]
-
-
-def _move(node: fx.Node, place: fx.Node) -> None:
-    if node.op == "call_function" and place < node:
-        for source in node.all_input_nodes:
-            _move(source, place)
-        place.prepend(node)
 
 
 def _may_merge(node: fx.Node) -> bool:

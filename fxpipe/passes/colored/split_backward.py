@@ -75,7 +75,7 @@ def _ops_on_data(graph: fx.Graph) -> set[int]:
                     ops.add(seq)
             elif seq not in ops:
                 parameters_only.add(seq)
-    return ops
+    return ops - {None}  # autograd has no number for ops of passes, nor for its own sums
 
 
 def _split_convolutions(graph: fx.Graph) -> None:

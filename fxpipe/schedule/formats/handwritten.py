@@ -52,6 +52,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
     Raises ScheduleError, naming op and rank, if a text is not an op, an op is missing, repeated or earlier
     than an op of its own stage that it needs, or if a stage runs on two ranks.
     """
+    text = text.removeprefix("\ufeff")  # a byte order mark, as spreadsheets write it
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(line for line in lines if line.strip(" \t,"))
     order = parse_csv(text) if looks_like_csv(text) else parse_order(text)

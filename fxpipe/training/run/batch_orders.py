@@ -10,10 +10,11 @@ import json
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from threading import main_thread
 
 from fxpipe.errors import BatchError, FxpipeError
 from fxpipe.plan.artifact import Artifact
@@ -59,7 +60,7 @@ class BatchOrders:
             return
         if len(self._begun) == MOST_BEGUN:  # of batches that did not come
             self._begun.pop(next(iter(self._begun))).cancel()
-        self._begun[key] = self._thread.submit(self._written_for, write, key)
+        self._begun[key] = self._thread.submit(self._written_ahead, write, key)
 
     def of(self, replicas: Batch, programs: Sequence[Program]) -> Sequence[Program]:
         """The programs for a batch; ``programs``: those of the pipeline, of this process or of all ranks.
@@ -119,6 +120,11 @@ class BatchOrders:
 
         of_each = [[*map(size, *one)] for one in replicas]
         return [sorted(range(len(one)), key=one.__getitem__) for one in of_each]
+
+    def _written_ahead(self, write: Callable[..., OrderedStep], key: Key) -> OrderedStep:
+        if not main_thread().is_alive():  # the script has ended, and the interpreter waits for this thread
+            raise CancelledError
+        return self._written_for(write, key)
 
     def _written_for(self, write: Callable[..., OrderedStep], key: Key) -> OrderedStep:
         names = [each.name for each in self.artifact.plan.step.lengths]
