@@ -32,8 +32,8 @@ class CaptureOptions:
     masks: tuple[Mask, ...] | None = None
     """What the attentions may need of their masks at least, in order (``attention_masks.py``)."""
     fused_attention: bool = False
-    """Whether dropout within attention is left out, and heads of keys and values are as wide as the wider of
-    them: else the CPU, unlike accelerators, has no kernel.  For costs alone."""
+    """Whether dropout within attention is left out, and the gradient of a bias, and heads of keys and values
+    are as wide as the wider of them: else the CPU, unlike accelerators, has no kernel.  For costs alone."""
     lengths: bool = False
     """Whether to note what the forward's Python compares with sizes (``length_reads.py``)."""
     replicas: int | None = 1

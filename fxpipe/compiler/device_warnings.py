@@ -49,7 +49,7 @@ def warn_of_attention(graph: fx.Graph, traced_on: torch.device, device: Device) 
     if products and traced_on.type in ("cpu", "meta") and tier_of(device.name) == "host":
         warnings.warn(
             f"{number_of(len(products), 'attention')} of the step became products of all tokens with all, as "
-            "this CPU has no kernel for them (dropout, or heads of two widths): they take more memory and "
-            f"time than on {device.name}. fxpipe plan has the memory and times of there.",
+            "this CPU has no kernel for them (dropout, heads of two widths, a bias with a gradient): they "
+            f"take more memory and time than on {device.name}. fxpipe plan has the memory and times of there.",
             stacklevel=2,
         )

@@ -19,6 +19,7 @@ from fxpipe.capture.rules import attention_masks
 from fxpipe.capture.trace import capture
 from fxpipe.errors import OptionError, RunError, SizeError
 from fxpipe.ir.ops import is_causal, node_flops
+from fxpipe.ir.storage import graph_outputs
 from fxpipe.viz.explanation import explain
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -403,9 +404,22 @@ def test_a_plan_for_accelerators_has_their_kernel_for_heads_of_two_widths(
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten._safe_softmax.default)
 
 
+def test_a_plan_for_accelerators_has_their_kernel_for_a_bias_with_a_gradient() -> None:
+    model, x = Attentions(lambda self, _: self.bias), torch.randn(2, LENGTH, WIDTH)
+    options = CaptureOptions(fused_attention=True)
+    graph = capture(model, (x,), None, 1.0, torch.device("cpu"), options).graph
+    assert sum("scaled_dot_product_flash" in str(node.target) for node in graph.nodes) == 6
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten._safe_softmax.default)
+    assert "bias" in graph_outputs(graph).grads
+
+
 @pytest.mark.parametrize(
     ("build", "told"),
-    [(lambda: TwoWidths(6, 4), True), (lambda: TwoWidths(4, 4, 0.1), True), (lambda: TwoWidths(4, 4), False)],
+    [
+        (lambda: TwoWidths(6, 4), True),
+        (lambda: TwoWidths(4, 4, 0.1), True),
+        (lambda: TwoWidths(4, 4), False),
+    ],
     ids=["two widths", "dropout", "one kernel"],
 )
 def test_costs_of_an_accelerator_that_are_not_its_kernels_give_a_warning(build, told: bool) -> None:

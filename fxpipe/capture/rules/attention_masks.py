@@ -114,12 +114,9 @@ class AttentionMasks(TorchFunctionMode):
             mask = self._needed_of(attn_mask, query.shape[-2] == key.shape[-2])
             is_causal = mask == "causal"
             attn_mask = attn_mask if mask == "dense" else None
-        if not self._is_fused:
-            return _attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
-        width, of_value = query.shape[-1], value.shape[-1]
-        scale = others.pop("scale", None) or width**-0.5
-        query, key, value = (F.pad(x, (0, max(width, of_value) - x.shape[-1])) for x in (query, key, value))
-        return _attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, **others)[..., :of_value]
+        if self._is_fused:
+            return _fused(query, key, value, attn_mask, is_causal, **others)
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, **others)
 
     def _needed_of(self, tensor: torch.Tensor, square: bool) -> Mask:
         """The part of its mask that a call needs.  square: whether there are as many queries as keys, without
@@ -164,6 +161,25 @@ class AttentionMasks(TorchFunctionMode):
         if value is None or not lasting.isdisjoint(self._changing):
             return "dense", frozenset()
         return _said_by(_blocks(value)), lasting
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Attention for which the CPU, too, has a kernel: see ``CaptureOptions.fused_attention``."""
+    width, of_value = query.shape[-1], value.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    query, key, value = (F.pad(x, (0, max(width, of_value) - x.shape[-1])) for x in (query, key, value))
+    bias = mask if mask is not None and mask.requires_grad else None
+    mask = mask if bias is None else bias.detach()
+    out = _attention(query, key, value, mask, 0.0, is_causal, scale=scale, **others)[..., :of_value]
+    return out if bias is None else out + 0 * bias.sum()  # a gradient of its size
 
 
 def _expect(mask: torch.Tensor, says: Mask, inputs: Iterable[str]) -> None:
