@@ -50,6 +50,6 @@ def warn_of_attention(graph: fx.Graph, traced_on: torch.device, device: Device) 
         warnings.warn(
             f"{number_of(len(products), 'attention')} of the step became products of all tokens with all, as "
             "this CPU has no kernel for them (dropout, heads of two widths, a bias with a gradient): they "
-            f"take more memory and time than on {device.name}. fxpipe plan has the memory and times of there.",
+            f"take more memory and time than on {device.name}. fxpipe plan has what they take there.",
             stacklevel=2,
         )
