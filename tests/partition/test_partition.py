@@ -101,11 +101,12 @@ def test_of_equally_light_cuts_one_between_layers_is_taken(schedule):
     "ranks", [5, pytest.param(6, marks=pytest.mark.variation), pytest.param(8, marks=pytest.mark.variation)]
 )
 def test_a_head_larger_than_a_fair_share(ranks):
-    """No partition is even then; each stage still has something to do."""
+    """No partition is even then; each stage still has something to do, if only to divide the loss."""
     pipe = large_pipeline(ranks)
     assert len(pipe.stages) == ranks
     costs = [stage.costs for stage in pipe.stages]
-    assert all(cost.forward > 0 and cost.backward + cost.weight > 0 for cost in costs)
+    assert all(cost.forward > 0 for cost in costs)
+    assert all(cost.backward + cost.weight > 0 for cost in costs[:-1])
     best = best_largest_part(costs_in_order(pipe)[0], ranks)
     assert max(map(seconds_of_ops, pipe.stages)) <= 1.05 * best
 

@@ -81,7 +81,8 @@ def test_the_same_bits_from_less_memory(name, schedule, options):
     assert found.grads.keys() == expected.grads.keys()
     assert all(torch.equal(found.grads[key], grad) for key, grad in expected.grads.items())
     before, after = plain.simulate(), light.simulate()
-    assert after.seconds == pytest.approx(before.seconds)
+    # The cuts are moved with the transfers in mind, and may be others.
+    assert after.seconds == pytest.approx(before.seconds, rel=0.005)
     assert sum(after.peak_memory) < 0.99 * sum(before.peak_memory)
     assert found.peak_saved == pytest.approx(after.peak_memory, rel=0.05)
 
