@@ -402,6 +402,8 @@ def test_a_plan_for_accelerators_has_their_kernel_for_heads_of_two_widths(
     kernels = [node for node in graph.nodes if "scaled_dot_product_flash" in str(node.target)]
     assert len(kernels) == 2  # and its backward
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten._safe_softmax.default)
+    padded = graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default)
+    assert bool(padded) == (keys != values)  # else copies would be a part of the costs of every plan
 
 
 def test_a_plan_for_accelerators_has_their_kernel_for_a_bias_with_a_gradient() -> None:

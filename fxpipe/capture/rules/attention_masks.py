@@ -175,7 +175,8 @@ def _fused(
     """Attention for which the CPU, too, has a kernel: see ``CaptureOptions.fused_attention``."""
     width, of_value = query.shape[-1], value.shape[-1]
     scale = width**-0.5 if scale is None else scale
-    query, key, value = (F.pad(x, (0, max(width, of_value) - x.shape[-1])) for x in (query, key, value))
+    if width != of_value:
+        query, key, value = (F.pad(x, (0, max(width, of_value) - x.shape[-1])) for x in (query, key, value))
     bias = mask if mask is not None and mask.requires_grad else None
     mask = mask if bias is None else bias.detach()
     out = _attention(query, key, value, mask, 0.0, is_causal, scale=scale, **others)[..., :of_value]
