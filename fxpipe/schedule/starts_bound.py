@@ -158,7 +158,7 @@ def _around(one: StepPaths, sources: Sequence[Sequence[int]]) -> tuple[list[list
         reached: list[set[int]] = [set() for _ in sources]
         for s in order:
             reached[s] = {s}.union(*(reached[q] for q in along[s]))
-        both.append([[q for q in found if one.rank[q] == one.rank[s]] for s, found in enumerate(reached)])
+        both.append([[q for q in those if one.rank[q] == one.rank[s]] for s, those in enumerate(reached)])
     return both[0], both[1]
 
 
@@ -180,10 +180,10 @@ def _waits(
         if key not in known:
             most = of[-1] - (np.arange(len(kinds)) == kind)
             pairs = np.empty((len(of) ** 2, 2), np.int64)
-            found = held_at_most(of, most, np.array(saved), np.array(for_weight), room, pairs)
+            number = held_at_most(of, most, np.array(saved), np.array(for_weight), room, pairs)
             begin = sum(map(len, held))
-            held.append(pairs[:found].copy())
-            known[key] = begin, begin + found
+            held.append(pairs[:number].copy())
+            known[key] = begin, begin + number
         return known[key]
 
     for s, rank in enumerate(ranks):

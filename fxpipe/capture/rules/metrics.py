@@ -85,18 +85,18 @@ def _without_shape(node: fx.Node) -> fx.Node:
 def _divides_alike(node: fx.Node, analysis: RowAnalysis, leaves: Mapping[str, Any]) -> bool:
     """Whether an op divides by a count of the data to which all rows and labels of the example add alike."""
 
-    def given(x: fx.Node) -> torch.Tensor | None:
+    def in_example(x: fx.Node) -> torch.Tensor | None:
         is_leaf = x.op == "placeholder" and x.meta["input"].kind is Kind.BATCH
         leaf = leaves.get(x.meta["input"].name) if is_leaf else None
         return leaf.cpu() if isinstance(leaf, torch.Tensor) else None
 
     if is_loss(node):
         loss = node_arg(node, 0)
-        value = None if loss.args[2] is not None else analysis.computed(node_arg(loss, 1), given)
+        value = None if loss.args[2] is not None else analysis.computed(node_arg(loss, 1), in_example)
         return value is not None and loss.args[4] not in value
     divisor = node.args[-1] if packet_of(node) is aten.div else None
     if not isinstance(divisor, fx.Node):
         return False
     sums = [x for x in leading_to([divisor]) if packet_of(x) in (aten.sum, aten.mean)]
-    values = [analysis.computed(node_arg(x, 0), given) for x in sums]
+    values = [analysis.computed(node_arg(x, 0), in_example) for x in sums]
     return bool(sums) and all(x is not None and bool((x == x.flatten()[0]).all()) for x in values)

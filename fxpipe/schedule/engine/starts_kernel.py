@@ -21,7 +21,7 @@ def held_at_most(of, most, saved, for_weight, room, rows):
     most: of each kind, the most that can be held.
     """
     counts, kinds = of.shape
-    found = 0
+    pairs = 0
     more, to_more = np.minimum(saved, for_weight), saved - for_weight
     for z in range(counts):
         kept, fits = 0.0, True
@@ -42,9 +42,9 @@ def held_at_most(of, most, saved, for_weight, room, rows):
                 full &= of[z, k] == most[k] or held + more[k] > room
                 full &= of[x, k] == of[z, k] or held + to_more[k] > room
             if full:
-                rows[found, 0], rows[found, 1] = x, z
-                found += 1
-    return found
+                rows[pairs, 0], rows[pairs, 1] = x, z
+                pairs += 1
+    return pairs
 
 
 @compiled_later

@@ -100,10 +100,8 @@ class Comparison:
     def _add(self, candidate: Candidate, ops: RankOps) -> None:
         """Compare a candidate's order ``ops`` of all stages with the best so far, or note why it has none."""
         problem, family = candidate.problem, candidate.family
-        is_new = (
-            problem,
-            family,
-        ) not in self.tried  # an annealed order that fails leaves the row of the first
+        # An annealed order that fails does not take the row of the one that it came from.
+        is_new = (problem, family) not in self.tried
         try:
             result = SearchResult(problem, simulate(problem.schedule(family, ops), problem.costs))
             if problem.offload is not None:
