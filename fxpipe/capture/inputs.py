@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture.lanes.dtensors import like
-from fxpipe.capture.state.registered import registered
+from fxpipe.capture.state.registered import check_class, registered
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
@@ -60,11 +60,7 @@ def inputs(
         )
 
     def fake(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if (base := _own_ops(type(tensor))) is not None:
-            raise CaptureError(
-                f"{name!r} is a {base.__name__}, a subclass of torch.Tensor with ops of its own, which a "
-                "program would leave out. Give a plain tensor: x.as_subclass(torch.Tensor)."
-            )
+        check_class(name, tensor)
         if tensor.layout is not torch.strided or tensor.is_nested:
             layout = "nested (jagged)" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise CaptureError(
@@ -110,13 +106,3 @@ def inputs(
         if isinstance(leaf, torch.Tensor):
             add(Kind.BATCH, name, leaf, fake(name, leaf).requires_grad_(leaf.requires_grad))
     return traced
-
-
-def _own_ops(cls: type) -> type | None:
-    """The class, of a tensor's, that changes what torch's ops do."""
-    torchs = ("torch", "torch._tensor", "torch._C", "torch.nn.parameter")
-    for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)]:
-        hooks = vars(base).keys() & {"__torch_function__", "__torch_dispatch__"}
-        if hooks and base.__module__ not in torchs:
-            return base
-    return None

@@ -34,7 +34,6 @@ from fxpipe.ir import compat
 from fxpipe.ir.fake_op_cache import SameLayouts
 from fxpipe.ir.graph import Input, Origin
 from fxpipe.ir.storage import written_arguments
-from fxpipe.plan.dtensors import is_dtensor_type
 
 _LIBRARY = tuple(f"{Path(file).parents[up]}{os.sep}" for file, up in ((torch.__file__, 0), (__file__, 1)))
 _PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"  # packages may be installed below it
@@ -184,8 +183,8 @@ class Provenance(compat.TorchDispatchMode):
         is_traced = compat.is_tracing()
         if is_traced and not self._backward:
             mark_results((args, kwargs))
-        if any(map(is_dtensor_type, types)):
-            return NotImplemented  # it comes back with ops on the parts
+        if any(map(compat.is_made_of_tensors, types)):
+            return NotImplemented  # it comes back with ops on the parts, as those of a DTensor
         if not is_traced:
             return func(*args, **kwargs)
         return self.answers.refusals.judged(self._run, func, args, kwargs)

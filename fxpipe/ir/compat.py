@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from fxpipe.ir.nodes import new_node
@@ -90,6 +91,12 @@ def _is_of_python() -> bool:
     """Whether Python code started this thread, rather than autograd for the backward on a GPU."""
     started = (x.ident for x in threading.enumerate() if not isinstance(x, threading._DummyThread))
     return threading.get_ident() in started
+
+
+@cache
+def is_made_of_tensors(kind: type) -> bool:
+    """Whether tensors of this class are others with a meaning, on which their ops run, as DTensors are."""
+    return bool(is_traceable_wrapper_subclass_type(kind))
 
 
 def make_fx(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:

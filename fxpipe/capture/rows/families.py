@@ -89,7 +89,10 @@ BATCH_NORMS = {
 #: Norms along the last dimensions, of which they get the sizes.
 LAST = {aten._fused_rms_norm, aten.native_layer_norm, aten.rms_norm}
 #: Products of matrices, with the place of the first among their operands.
-PRODUCTS = {aten.addmm: 1, aten.addmv: 1, aten.baddbmm: 1, aten.bmm: 0, aten.dot: 0, aten.mm: 0, aten.mv: 0}
+PRODUCTS = {
+    aten._scaled_mm: 0, aten.addmm: 1, aten.addmv: 1, aten.baddbmm: 1, aten.bmm: 0, aten.dot: 0, aten.mm: 0,
+    aten.mv: 0,
+}  # fmt: skip
 ATTENTION = {
     aten._scaled_dot_product_attention_math, aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_flash_attention,

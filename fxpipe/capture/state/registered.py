@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind
 from fxpipe.plan.attribute_state import KeptSlot, kept_slots
-from fxpipe.plan.dtensors import local
+from fxpipe.plan.dtensors import is_dtensor, local
 from fxpipe.plan.tensors import storage_bytes
 
 
@@ -57,6 +58,7 @@ def registered(model: nn.Module, kept: Collection[str] = ()) -> list[Registered]
     for of_kind, named in ((Kind.PARAMETER, model.named_parameters()), (Kind.BUFFER, model.named_buffers())):
         tensors += [Registered(of_kind, name, tensor, tuple(slots[id(tensor)])) for name, tensor in named]
     for x in tensors:
+        check_class(x.name, x.tensor)
         if compat.has_accumulation_hooks(x.tensor):
             raise CaptureError(
                 f"{x.name!r} has a hook for after its gradient is accumulated, which programs do not call. "
@@ -74,6 +76,28 @@ def registered(model: nn.Module, kept: Collection[str] = ()) -> list[Registered]
         if name in kept and tensor is not None:
             tensors.append(Registered(Kind.BUFFER, name, tensor.detach(), (slot,), is_kept=True))
     return tensors
+
+
+def check_class(name: str, tensor: torch.Tensor) -> None:
+    """Raise CaptureError, naming the tensor, for one of a class that changes what torch's ops do; what is a
+    DTensor is none by now."""
+    torchs = ("torch", "torch._tensor", "torch._C", "torch.nn.parameter")
+    kind: Any = type(tensor)
+    for base in () if is_dtensor(tensor) else kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
+        hooks = vars(base).keys() & {"__torch_function__", "__torch_dispatch__"}
+        if not hooks or base.__module__ in torchs:
+            continue
+        what = f"{name!r} is a {base.__name__}, a subclass of torch.Tensor with ops of its own"
+        if compat.is_made_of_tensors(kind):
+            parts, _ = kind.__tensor_flatten__(tensor)
+            raise CaptureError(
+                f"{what}, and made of other tensors ({', '.join(parts)}). Register those as parameters or "
+                "buffers, and let the forward make it of them: torch.nn.utils.parametrize does that, and "
+                "torchao.utils.unwrap_tensor_subclass(model) by it."
+            )
+        raise CaptureError(
+            f"{what}, which a program would leave out. Give a plain tensor: x.as_subclass(torch.Tensor)."
+        )
 
 
 def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registered]]:
