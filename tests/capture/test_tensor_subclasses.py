@@ -1,5 +1,5 @@
-"""Tensors that are made of others, as torchao's are of numbers in few bits and their scales: a program has the
-ops on their parts."""
+"""Tensors that are made of others, as torchao's are of numbers of few bits and their scales: a program has
+the ops on their parts."""
 
 import copy
 
