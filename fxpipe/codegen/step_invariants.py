@@ -6,16 +6,19 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from torch import fx
 
-from fxpipe.codegen.expressions import CONTAINERS, Aliases, Scope, item
+from fxpipe.codegen.expressions import CONTAINERS, Aliases, Scope, item, variable
+from fxpipe.codegen.layers.layer_functions import from_to
 from fxpipe.codegen.layers.sequences import loop_head
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.statements import Statement, body
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Kind
-from fxpipe.ir.names import text_literal
+from fxpipe.ir.names import text_literal, unused
 from fxpipe.ir.size import size_names
 from fxpipe.ir.storage import leading_to
 from fxpipe.ir.text import shape_text
@@ -37,21 +40,26 @@ def count_lengths(values: Values) -> list[str]:
 
 def once_source(values: Values, names: Aliases) -> str:
     scope = Scope(names, {node: item(Kind.ONCE, name) for node, name in values.items()})
-    loops = [rows for rows in _of_layers(values) if len(rows) > 2]
-    in_loops = {node for rows in loops for node in rows}
-    nodes = sorted(n for n in leading_to(values) if n.op == "call_function" and n not in in_loops)
+    nodes = sorted(n for n in leading_to(values) if n.op == "call_function")
+    loops = [alike for alike in _layers(nodes, values) if len(alike) > 2]
+    in_loops = {node for alike in loops for layer in alike for node in layer}
+    first = leading_to(in_loops) - in_loops  # of which loops read no more than what no tensor leads to
 
-    def shape(node: fx.Node) -> str:
-        return shape_text(node.meta["val"]) if node in values else ""
+    def lines(some: AbstractSet[fx.Node]) -> Iterator[Statement]:
+        def shape(node: fx.Node) -> str:
+            return shape_text(node.meta["val"]) if node in values else ""
 
-    # The loops read tensors of the rank alone; others may read what they compute.
-    lines = [*_loops(loops, values, scope)]
-    lines += node_lines(nodes, scope, place, values.keys(), shape)
+        return node_lines([n for n in nodes if n in some], scope, place, values.keys(), shape)
+
     text = [
         f"def once_a_step({', '.join(once_containers(values))}):",
         '    """What no microbatch changes."""',
         "    once = {}",
-        *body(lines, (), storages(nodes, scope)),
+        *body(
+            [*lines(first), *_loops(loops, values, scope), *lines({*nodes} - first - in_loops)],
+            (),
+            storages((n for n in nodes if n not in in_loops), scope),
+        ),
         "    return once",
     ]
     return "\n".join(map(wrapped, text))
@@ -72,15 +80,43 @@ def counts_source(values: Values, names: Aliases) -> str:
     return "\n".join(map(wrapped, text))
 
 
-def _of_layers(values: Values) -> list[list[fx.Node]]:
-    """The values that one op computes of a tensor of each layer, as casts of weights are."""
-    alike = defaultdict[Hashable, list[fx.Node]](list)
-    for node, name in values.items():
-        if [n.op for n in node.all_input_nodes] == ["placeholder"]:
-            source = node.all_input_nodes[0]
-            arguments = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda _: ""))
-            alike[node.target, arguments, _blank(source.meta["input"].name), _blank(name)].append(node)
+_Nodes = Sequence[fx.Node]
+
+
+def _layers(nodes: _Nodes, values: Values) -> list[list[_Nodes]]:
+    """The ops on the tensors of each layer, as those that make its weights smaller; lists of layers that do
+    the same."""
+    layer: dict[fx.Node, list[fx.Node]] = {}  # that a node belongs to
+    for node in nodes:
+        if any(n.op == "placeholder" or n in layer for n in node.all_input_nodes):
+            known = {id(layer[n]): layer[n] for n in node.all_input_nodes if n in layer}
+            *others, largest = sorted(known.values(), key=len) or [[]]
+            largest += [node, *(n for other in others for n in other)]
+            layer |= dict.fromkeys(largest if others else [node], largest)
+    alike = defaultdict[Hashable, list[_Nodes]](list)
+    for members in {id(each): each for each in layer.values()}.values():
+        ops = sorted(members)
+        alike[_form(ops, values)].append(ops)
     return [*alike.values()]
+
+
+def _form(ops: _Nodes, values: Values) -> Hashable:
+    """What layers have in common that do the same."""
+    places = {node: f"{place}" for place, node in enumerate(ops)}
+    for source in _sources(ops):
+        places[source] = f"{len(places)} {source.meta['input'].kind} {_blank(source.meta['input'].name)}"
+
+    def text(node: fx.Node) -> str:
+        return places.get(node, node.name)
+
+    arguments = [repr(fx.map_arg((node.args, dict(node.kwargs)), text)) for node in ops]
+    results = [_blank(values.get(node, "")) for node in ops]
+    return tuple(zip([node.target for node in ops], arguments, results, strict=True))
+
+
+def _sources(ops: _Nodes) -> list[fx.Node]:
+    """The tensors of the rank that ops read, in the order of their use."""
+    return [*dict.fromkeys(n for node in ops for n in node.all_input_nodes if n.op == "placeholder")]
 
 
 def _blank(name: str) -> str:
@@ -88,20 +124,44 @@ def _blank(name: str) -> str:
     return re.sub("[0-9]+", "0", name)
 
 
-def _loops(loops: Iterable[Sequence[fx.Node]], values: Values, scope: Scope) -> Iterator[Statement]:
+def _loops(loops: Iterable[Sequence[_Nodes]], values: Values, scope: Scope) -> Iterator[Statement]:
     """One loop for all values of the same layers."""
-    inner = defaultdict[str, list[str]](list)
-    for nodes in loops:
-        head, line = _loop(nodes, values, scope)
-        inner[head].append(f"    {line}")
-    return (Statement("\n".join([head, *lines])) for head, lines in inner.items())
+    inner, reads = defaultdict[str, list[str]](list), defaultdict[str, set[str]](set)
+    for layers in loops:
+        head, lines, outer = _loop(layers, values, scope)
+        inner[head] += lines
+        reads[head] |= outer
+    return (Statement("\n".join([head, *lines]), (*sorted(reads[head]),)) for head, lines in inner.items())
 
 
-def _loop(nodes: Sequence[fx.Node], values: Values, scope: Scope) -> tuple[str, str]:
-    """The head of a loop, and the line in it."""
-    sources = [node.all_input_nodes[0] for node in nodes]
-    names = {"source": [x.meta["input"].name for x in sources], "name": [values[node] for node in nodes]}
-    head, texts = loop_head(len(nodes), names)
-    container = CONTAINERS[sources[0].meta["input"].kind]
-    inner = Scope(scope.names, {sources[0]: f"{container}[{texts['source']}]"})
-    return head, f"once[{texts['name']}] = {inner.expression(nodes[0])}"
+def _loop(layers: Sequence[_Nodes], values: Values, scope: Scope) -> tuple[str, list[str], set[str]]:
+    """The head of a loop, the lines in it, and the variables from before it that these read."""
+    used, first = set[str](), layers[0]
+
+    def new(name: str) -> str:
+        text = unused(scope.names.local(variable(name)), used.__contains__)
+        used.add(text)
+        return text
+
+    varying: dict[str, Sequence[str]] = {}
+    of_rank = zip(*map(_sources, layers), strict=True)
+    results = zip(*([n for n in ops if n in values] for ops in layers), strict=True)
+    items: list[tuple[fx.Node, str, str]] = []  # with the container and the variable of the name in it
+    for nodes in of_rank:
+        varying[name := new("source")] = [node.meta["input"].name for node in nodes]
+        items.append((nodes[0], CONTAINERS[nodes[0].meta["input"].kind], name))
+    for nodes in results:
+        varying[name := new("name")] = [values[node] for node in nodes]
+        items.append((nodes[0], CONTAINERS[Kind.ONCE], name))
+    fixed = {name: text_literal(texts[0]) for name, texts in varying.items() if len({*texts}) == 1}
+    head, texts = loop_head(len(layers), {name: of for name, of in varying.items() if name not in fixed})
+    inner = {node: f"{container}[{(texts | fixed)[name]}]" for node, container, name in items}
+    inner |= {node: new(re.sub(r"_\d+(?=_)", "", node.name)) for node in first if node not in inner}
+    before = {n for node in first for n in node.all_input_nodes if n.op == "call_function"} - {*first}
+    inner |= {node: scope.text(node) for node in before}
+    paths = {node: [ops[at].meta["origin"].path for ops in layers] for at, node in enumerate(first)}
+    inside = Scope(scope.names, inner)
+    lines = [*node_lines(first, inside, lambda n: from_to(paths[n]), values.keys(), lambda _: "")]
+    if len(lines) == 1:  # as the cast of a weight, which says where it is
+        lines = [replace(each, heading=None) for each in lines]
+    return head, body(lines, (), storages(first, inside)), {*map(scope.text, before)}

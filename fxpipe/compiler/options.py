@@ -175,8 +175,8 @@ class Options:
     (``"untie"``; docs/architecture.md lists them, and so does the error for another name)."""
     without: Sequence[Rule] = ()
     """Names of rules that are not to be applied: ``"causal-masks"``, ``"empty-masks"``, ``"batch-masks"``,
-    ``"batch-branches"``, ``"joined-sums"``, ``"repeat-in-kernels"`` and ``"compiled-weights"``
-    (docs/models.md); ``fxpipe explain`` tells what they save."""
+    ``"batch-branches"``, ``"joined-sums"``, ``"repeat-in-kernels"``, ``"compiled-weights"`` and
+    ``"weights-once"`` (docs/models.md); ``fxpipe explain`` tells what they save."""
     check: bool = True
     """Whether to prove that the programs are the captured step (docs/certificate.md). False leaves it to
     ``pipe.check()`` and ``fxpipe check``."""
@@ -221,7 +221,9 @@ class Settings(Options):
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rules that may give the step other kernels."""
-        return tuple(rule for rule in RULES if rule not in self.without)
+        # Who divides parameters wants no copies of whole ones throughout the step.
+        without = {*self.without, *(["weights-once"] if self.mesh.divides_parameters else [])}
+        return tuple(rule for rule in RULES if rule not in without)
 
     @property
     def compiled(self) -> frozenset[Phase]:

@@ -7,7 +7,7 @@ runs behind each group, and behind the pass of ``print_after``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Free
 from fxpipe.ir.resized import ResizedTraces
-from fxpipe.ir.step_invariants import mean_values, once_values
+from fxpipe.ir.step_invariants import leading_alone, mean_values, once_values, weight_values
+from fxpipe.ir.storage import is_view
 from fxpipe.ir.text import graph_text
 from fxpipe.ir.verify import verify
 from fxpipe.partition.chain import Chain, CutChain
@@ -38,7 +39,7 @@ from fxpipe.passes.chosen.accumulate_together import accumulate_together
 from fxpipe.passes.chosen.join_backward import join_backward
 from fxpipe.passes.chosen.simplify_views import simplify_views
 from fxpipe.passes.chosen.use_inplace_ops import use_inplace_ops
-from fxpipe.passes.colored.compute_once import compute_once
+from fxpipe.passes.colored.compute_once import compute_once, computed_weights
 from fxpipe.passes.colored.copy_given_results import copy_given_results
 from fxpipe.passes.colored.count_beside_loss import count_beside_loss
 from fxpipe.passes.colored.join_exchanges import join_exchanges
@@ -113,19 +114,21 @@ class Uncut:
         self._names: tuple[frozenset[str], ...] = ()
 
     def free(
-        self, graph: fx.Graph, resized: ResizedTraces | None, seconds: NodeSeconds
+        self, graph: fx.Graph, resized: ResizedTraces | None, seconds: NodeSeconds, weights: bool
     ) -> tuple[set[fx.Node], Free]:
         """The nodes of a copy that are computed once a step, and those that are free."""
         if not self._names:
             once_of, free = once_values(graph, resized), recomputable_nodes(graph, seconds)
             self._names = (
-                _names(once_of.keys() | mean_values(graph)),
+                _names(once_of | mean_values(graph)),
+                _names(leading_alone(weight_values(graph, resized)) if weights else set()),
                 _names(free.anywhere),
                 _names(free.in_stage),
             )
         # By name, as each cut has a copy of the graph with nodes of its own.
-        once, anywhere, in_stage = ({n for n in graph.nodes if n.name in names} for names in self._names)
-        return once, Free(anywhere, in_stage)
+        sets = ({n for n in graph.nodes if n.name in names} for names in self._names)
+        once, of_weights, anywhere, in_stage = sets
+        return once | of_weights, Free(anywhere | once, in_stage | of_weights)
 
 
 def _names(nodes: Set[fx.Node]) -> frozenset[str]:
@@ -270,6 +273,15 @@ def _begin_exchanges(step: StepGraphs, options: CutOptions) -> None:
             begin_exchanges(graph)
 
 
+def _compute_once(step: StepGraphs, options: CutOptions) -> None:
+    weights = (
+        computed_weights(step.graph, step.resized) if "weights-once" in options.rules else set[fx.Node]()
+    )
+    if ops := [node for node in leading_alone(weights) if not is_view(node)]:
+        step.rewrites += (Rewrite("weights-once", len(ops), sum(map(options.seconds, ops))),)
+    compute_once(step.graph, step.resized, weights)
+
+
 def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
     sink_cheap_values(step.graph, recomputable_nodes(step.graph, options.seconds))
 
@@ -277,14 +289,15 @@ def _sink_cheap_values(step: StepGraphs, options: CutOptions) -> None:
 def _partition(step: StepGraphs, options: CutOptions) -> None:
     beside = step.vocabulary or Vocabulary()
     # ``compute_once`` takes ``once`` out of the stages.
-    once, free = step.uncut.free(step.graph, step.resized, options.seconds)
+    weights = "weights-once" in options.rules
+    once, free = step.uncut.free(step.graph, step.resized, options.seconds, weights)
     try:
         made = partition(
             step.graph,
             options.stages,
             # Once a step is nothing beside all microbatches.
             lambda node: 0.0 if node in once else options.seconds(node),
-            replace(free, anywhere=free.anywhere | once),
+            free,
             options.split_points,
             before=beside.embedding_shards,
             behind=beside.output_shards,
@@ -362,7 +375,7 @@ PASSES = Passes(
         _of_graph(untie),
         Pass("split_backward", lambda step, options: split_backward(step.graph, step.lookups)),
         _of_graph(join_exchanges),
-        Pass("compute_once", lambda step, options: compute_once(step.graph, step.resized)),
+        Pass("compute_once", _compute_once),
         Pass("sink_cheap_values", _sink_cheap_values),
         Pass("merge_equal", lambda step, options: merge_equal(step.graph, resized=step.resized)),
     ),

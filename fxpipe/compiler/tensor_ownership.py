@@ -301,12 +301,18 @@ def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbat
     for results, times in ((named.outputs, microbatches), (named.buffers, 1)):
         for node in results.values():
             total[placement[node.meta["color"].stage]] += times * node.meta["val"].nbytes
+    held = map(once_bytes, computed_once(graph, placement, ranks))
+    return tuple(size + of_step for size, of_step in zip(total, held, strict=True))
+
+
+def computed_once(graph: fx.Graph, placement: Sequence[int], ranks: int) -> list[set[fx.Node]]:
+    """Per rank what it computes once a step, and holds."""
     once: list[set[fx.Node]] = [set() for _ in range(ranks)]
     for node in graph.find_nodes(op="placeholder"):
         if (computed := node.meta["input"].computed) is not None:
             for user in node.users:
                 once[placement[user.meta["color"].stage]].add(computed)
-    return tuple(size + once_bytes(computed_once) for size, computed_once in zip(total, once, strict=True))
+    return once
 
 
 def activation_budget(limit: float, weights: Sequence[float], units: Units) -> tuple[float, ...]:

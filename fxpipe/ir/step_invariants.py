@@ -1,10 +1,11 @@
-"""Values that no microbatch changes, computed once a step: masks, positions, rotary tables."""
+"""Values that no microbatch changes, computed once a step: masks, positions, rotary tables; and those of
+parameters alone, as casts are."""
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence, Set
 from enum import Enum
 
 import torch
@@ -38,19 +39,20 @@ MOST_SHARE = 0.01
 _FILLS = {f"{name}{like}" for name in ("empty", "full", "ones", "zeros") for like in ("", "_like")}
 _FILLS |= {f"new_{name}" for name in ("empty", "full", "ones", "zeros", "empty_strided")}
 _FILLS |= {"empty_strided", "scalar_tensor"}
+#: What a rank has without its parameters.
+_GIVEN = frozenset([Kind.BUFFER, Kind.CONSTANT])
 _COPIES = (aten.clone.default, aten._to_copy.default)
 
 
-def once_values(graph: fx.Graph, resized: ResizedTraces | None) -> dict[fx.Node, fx.Node]:
-    """The ops whose results may be held for the step, in order, each with the node of a graph of its own that
-    computes it; equal values have one node there.
+def once_values(graph: fx.Graph, resized: ResizedTraces | None) -> set[fx.Node]:
+    """The ops whose results may be held for the step.
 
     They read buffers that the step does not change, constants, and each other.  Views of what is there anyway
     stay where they are used, and tensors of one number, which take as long to read as to make.
 
     resized: the traces at other sizes, at which equal values must be equal, too.
     """
-    invariant = _invariants(graph)
+    invariant = _invariants(graph, _GIVEN)
     computed = {node for node, how in invariant.items() if how is _Made.COMPUTED}
     copies = copied(leading_to(computed), fx.Graph(), resized)
     while computed:
@@ -60,13 +62,50 @@ def once_values(graph: fx.Graph, resized: ResizedTraces | None) -> dict[fx.Node,
         # The largest first, as it leaves room for the most others.
         largest = max(sizes, key=sizes.__getitem__)
         computed -= {node for node in computed if storage_root(copies[node]) is largest}
-    return {node: copies[node] for node in invariant if node in computed}
+    return computed
+
+
+def weight_values(graph: fx.Graph, resized: ResizedTraces | None) -> set[fx.Node]:
+    """The ops that make of parameters, and of nothing that a microbatch changes, what is worth holding for a
+    step: weights in fewer bits, normalized or quantized ones, their norms.
+
+    It has at most half of its parameters' bytes; or as many, if an op reads a matrix and both forward and
+    backward need it, which would compute it for each microbatch, or save it.
+    """
+    # A gradient that is equal for all microbatches, as that of a sum, is no weight.
+    invariant = _invariants(graph, _GIVEN | {Kind.PARAMETER}, lambda node: "gradient" not in node.meta)
+    behind: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in invariant:
+        is_parameter = node.op == "placeholder" and node.meta["input"].kind is Kind.PARAMETER
+        of_operands = frozenset[fx.Node]().union(*(behind[n] for n in input_nodes(node)))
+        behind[node] = frozenset([node]) if is_parameter else of_operands
+    computed = [node for node, how in invariant.items() if how is _Made.COMPUTED and behind[node]]
+    copies = copied(leading_to(computed), fx.Graph(), resized)
+    # Views stay where they are used.
+    users = defaultdict[fx.Node, list[fx.Node]](list)
+    for node in computed:
+        users[storage_root(node)] += (user for user in node.users if user not in invariant)
+    directions = defaultdict[fx.Node, set[bool]](set)  # in which a value is needed, equal ones together
+    for root, readers in users.items():
+        directions[copies[root]] |= {user.meta["origin"].backward for user in readers}
+
+    def is_worth(root: fx.Node) -> bool:
+        size, whole = node_bytes(root), sum(map(node_bytes, behind[root]))
+        is_matrix = any(parameter.meta["val"].dim() > 1 for parameter in behind[root])
+        return 2 * size <= whole or (size <= whole and is_matrix and len(directions[copies[root]]) > 1)
+
+    return {root for root, readers in users.items() if readers and is_worth(root)}
 
 
 def mean_values(graph: fx.Graph) -> set[fx.Node]:
     """The means over the batch, and the ops that lead to them alone: before its first op a program has what
     these give."""
-    leading = {*graph.find_nodes(op="call_function", target=batch_mean)}
+    return leading_alone(graph.find_nodes(op="call_function", target=batch_mean))
+
+
+def leading_alone(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These ops, and those that lead to them alone."""
+    leading = {*nodes}
     # Users first: an op is part of it if all that use it are.
     for node in sorted(leading_to(leading), reverse=True):
         if node.op == "call_function" and leading.issuperset(node.users):
@@ -108,17 +147,22 @@ class _Made(Enum):
     INPUT, FILLED, COMPUTED = range(3)
 
 
-def _invariants(graph: fx.Graph) -> dict[fx.Node, _Made]:
-    """What no microbatch changes."""
+def _invariants(
+    graph: fx.Graph, given: Set[Kind], may_be: Callable[[fx.Node], bool] = lambda node: True
+) -> dict[fx.Node, _Made]:
+    """What no microbatch changes.  given: the kinds of inputs that it is made of, if the step leaves them.
+    may_be: of ops, those to take and to go on from."""
     changed, results = graph_outputs(graph).buffers, set(graph.output_node().all_input_nodes)
     invariant: dict[fx.Node, _Made] = {}
     for node in graph.nodes:
         inputs = input_nodes(node)
         if node.op == "placeholder":
             kind, name = node.meta["input"].kind, node.meta["input"].name
-            if kind is Kind.CONSTANT or (kind is Kind.BUFFER and name not in changed):
+            if kind in given and not (kind is Kind.BUFFER and name in changed):
                 invariant[node] = _Made.INPUT
-        elif all(map(invariant.__contains__, inputs)) and node not in results and _is_pure(node):
+        elif not all(map(invariant.__contains__, inputs)):
+            continue
+        elif node not in results and _is_pure(node) and may_be(node):
             invariant[node] = _made(node, [invariant[n] for n in inputs])
     return invariant
 

@@ -21,6 +21,7 @@ Rule = Literal[
     "joined-sums",
     "repeat-in-kernels",
     "compiled-weights",
+    "weights-once",
     "head-chunks",
 ]
 #: What a call of attention needs of its mask: nothing, the rule of causality alone, or all of it.
@@ -39,6 +40,7 @@ RULES: Mapping[Rule, tuple[str, str]] = {
     "joined-sums": ("sum over lanes", "with those that they are added to, as one"),
     "repeat-in-kernels": ("op", "of the forward, again in kernels of the backward instead of saved results"),
     "compiled-weights": ("op", "between additions to gradients, in fused kernels"),
+    "weights-once": ("op", "on parameters alone, once a step instead of for each microbatch"),
     "head-chunks": ("output layer", "in {plan.head_chunks} parts of the tokens, {head}"),
 }
 #: Rules that an option asks for, and its value that leaves them out.

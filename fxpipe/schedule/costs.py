@@ -99,9 +99,10 @@ class Exchange:
 class Update:
     """The update of the parameters behind a step, and the messages by which ranks learn that it is right.
 
-    ``seconds``: of the optimizer, on each rank; empty for no time.  ``copies``: the same of the copies that
-    undo an update, which post-validation makes.  ``message``: seconds in which a few numbers travel between
-    two ranks, ``inter_message``: between different machines (None: as ``message``).
+    ``seconds``: of the optimizer, and of what the next step makes once of its weights, on each rank; empty
+    for no time.  ``copies``: of the copies that undo an update, which post-validation makes.  ``message``:
+    seconds in which a few numbers travel between two ranks, ``inter_message``: between different machines
+    (None: as ``message``).
     """
 
     seconds: tuple[NonNegative, ...] = ()

@@ -302,11 +302,11 @@ EDITS = {
     "a cast before the warm-up": (
         (
             "cast",
-            1,
+            0,
             r"^(    for _ in rt\.warm_up.*\n)    (    once = rt\.once.*\n)",
             r"\2\1",
         ),
-        r"rank1.py:\d+: has read parameters before its warm-up, which an update that is undone changes",
+        r"rank0.py:\d+: has read parameters before its warm-up, which an update that is undone changes",
     ),
     "a section before the warm-up": (
         ("cast", 0, r"^(    for _ in rt\.warm_up.*\n(?:.*once.*\n)?)        F0\(0\)\n", r"    F0(0)\n\1"),

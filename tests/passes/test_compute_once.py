@@ -195,6 +195,85 @@ def once_of(pipe):
     return [match.group() if match else "" for match in found]
 
 
+class Rounded(nn.Module):
+    """Weights of few bits, with gradients of the whole ones; a table of a parameter that all layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(zoo.WIDTH, zoo.WIDTH) for _ in range(8)])
+        self.table = nn.Parameter(torch.randn(zoo.WIDTH, zoo.WIDTH))
+
+    def forward(self, x, y):
+        # As large as the parameter, and read in several stages.
+        turn = self.table.tanh()
+        for layer in self.layers:
+            scale = layer.weight.abs().amax(1, keepdim=True) / 7
+            rounded = (layer.weight / scale).round() * scale
+            x = torch.tanh(F.linear(x, layer.weight + (rounded - layer.weight).detach(), layer.bias)) @ turn
+        return (x - y).square().mean()
+
+
+ROUNDED_WEIGHTS = Case(Rounded, numbers)
+
+
+@pytest.mark.parametrize("shape", [Shape(2, "zb-h1"), Shape(2, "1f1b", 2)])
+def test_gradients_with_rounded_weights_are_those_of_eager(shape):
+    with in_double_precision():
+        check_against_eager(ROUNDED_WEIGHTS, MICROBATCHES, shape)
+
+
+def test_rounded_weights_are_computed_once():
+    with in_double_precision():
+        model, pipe = built_and_compiled(ROUNDED_WEIGHTS, MICROBATCHES, Shape(2, "zb-h1"))
+        given = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "zb-h1"}
+        without = fxpipe.compile(model, ROUNDED_WEIGHTS.example(), **given, without=["weights-once"])
+        batch = ROUNDED_WEIGHTS.data(MICROBATCHES)
+        result = pipe.run_local(batch, measure_memory=True)
+        assert torch.equal(result.loss, without.run_local(batch).loss)
+    assert pipe.simulate().peak_memory == pytest.approx(result.peak_saved, rel=0.1)
+    assert pipe.check().holds
+    for program, own in zip(pipe.artifact.programs, once_of(pipe), strict=True):
+        assert own.count(" round(") == 1 == program.count(" round("), "in a loop over the layers"
+        assert "table" not in own
+    assert not re.search("round|amax", "".join(once_of(without)))
+    rule = next(each for each in pipe.plan.rewrites if each.rule == "weights-once")
+    assert rule.ops == 8 * 7  # of each layer
+    assert rule.seconds > 0
+    assert all(each.rule != "weights-once" for each in without.plan.rewrites)
+
+
+def test_each_step_rounds_what_the_optimizer_made():
+    model, pipe = built_and_compiled(ROUNDED_WEIGHTS, MICROBATCHES, Shape(1))
+    plain, batch = copy.deepcopy(model), ROUNDED_WEIGHTS.data(MICROBATCHES)
+    ours, theirs = pipe.optimizer(torch.optim.SGD, lr=0.5), torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(3):
+        loss = pipe.step(batch)
+        ours.step()
+        ours.zero_grad()
+        expected = eager(plain, batch, MICROBATCHES)
+        assert relative_error(loss, expected.loss) < 1e-5
+        for name, parameter in plain.named_parameters():
+            parameter.grad = expected.grads[name]
+        theirs.step()
+
+
+def test_what_is_no_smaller_and_one_direction_needs_is_not_held():
+    class Shown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            weight = self.layer.weight
+            more = (x @ weight.detach().exp()).detach() + weight.detach().norm()
+            return (self.layer(x) + more).square().mean()
+
+    pipe = fxpipe.compile(Shown(), (torch.ones(2, 8),), ranks=1, microbatches=2, schedule="1f1b")
+    own = once_of(pipe)[0]
+    assert "linalg_vector_norm(" in own
+    assert "exp(" not in own
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_gradients_with_tables_are_those_of_eager(schedule):
     with in_double_precision():
@@ -205,13 +284,13 @@ def test_gradients_with_tables_are_those_of_eager(schedule):
 def test_tables_are_computed_once(case):
     _, pipe = built_and_compiled(case, MICROBATCHES, Shape(2, "zb-h1"))
     result = pipe.run_local(case.data(MICROBATCHES), measure_memory=True)
-    assert pipe.simulate().peak_memory == pytest.approx(result.peak_saved, rel=0.1)
+    assert pipe.simulate().peak_memory == pytest.approx(result.peak_saved, rel=0.1, abs=64)  # of scalars
     assert pipe.check().holds
     for rank, (program, own) in enumerate(zip(pipe.artifact.programs, once_of(pipe), strict=True)):
         assert "rates" in pipe.plan.tensors[rank].buffers
         for op in ("arange", "tril", "cos"):  # the masks of all layers are one
             assert own.count(f" {op}(") == 1 == program.count(f" {op}(")
-        assert not re.search("calls|params|keyed", own)
+        assert not re.search("calls|keyed", own)
         assert "tril" not in "".join(v.name for s in pipe.sections for v in s.outputs)
 
 
@@ -268,7 +347,7 @@ def test_casts_of_three_layers_and_more_are_a_loop():
     _, pipe = built_and_compiled(Case(Deep, numbers), MICROBATCHES, Shape(2))
     own = once_of(pipe)[1]
     assert own.count("for i in") == 1 < own.count('"last.1.')
-    head, weight, bias = re.search(r"^ +for i in.*\n.*\n.*", own, re.MULTILINE)[0].splitlines()
+    head, bias, weight = re.search(r"^ +for i in.*\n.*\n.*", own, re.MULTILINE)[0].splitlines()
     assert re.fullmatch(r" +for i in range\(\d, 12\):", head)
     for line, name in (bias, "bias"), (weight, "weight"):
         cast = f'to_copy(params[f"layers.{{i}}.{name}"], dtype=torch.bfloat16)'

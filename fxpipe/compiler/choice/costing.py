@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from fxpipe.compiler.passes import CutOptions
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
+    computed_once,
     copy_bytes,
     result_bytes,
     stage_tensors,
@@ -32,6 +34,7 @@ from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.cost.update import Trained, update_costs
 from fxpipe.errors import PartitionError
 from fxpipe.ir.liveness import Liveness, liveness
+from fxpipe.ir.storage import leading_to
 from fxpipe.partition.cuts import SLACK
 from fxpipe.passes.level.recompute import Level
 from fxpipe.plan.artifact import HeldBytes
@@ -51,7 +54,7 @@ class Placed:
 
     ``ranks``: of each stage.  ``weights``: of each rank, its parameters, gradients and buffers.
     ``exchanged``: of what the replicas of each stage may exchange.  ``trained``: the parameters that
-    each rank updates.
+    each rank updates.  ``once``: the seconds of each rank for what it computes once a step.
     """
 
     cut: Cut
@@ -62,6 +65,7 @@ class Placed:
     weights: tuple[HeldBytes, ...]
     exchanged: Mapping[int, StageTensors]
     trained: tuple[tuple[Trained, ...], ...]
+    once: tuple[float, ...]
 
     def updated(self, mesh: Mesh) -> Sequence[Sequence[Trained]]:
         """What a process of each rank updates."""
@@ -139,6 +143,10 @@ class Costing:
                 weight_bytes(tensors, ownership, options.grad_dtype),
                 stage_tensors(tensors, ownership, cut.sections, options.grad_dtype, self.lanes),
                 trained_parameters(tensors, ownership, options.grad_dtype, self.lanes),
+                tuple(
+                    sum(map(of.options.seconds, (n for n in leading_to(values) if n.op == "call_function")))
+                    for values in computed_once(cut.graph, ranks, options.mesh.ranks)
+                ),
             )
 
     def balanced(self, of: Stages, chosen: Chosen) -> Stages | None:
@@ -180,7 +188,9 @@ class Costing:
             limits, text = activation_budget(options.memory_limit, fixed, units), MemoryText(units, fixed)
         cut, costs, mesh = placed.cut, placed.costs, options.mesh
         if options.gradients:
-            costs = replace(costs, update=update_costs(self.cluster, placed.updated(mesh)))
+            update = update_costs(self.cluster, placed.updated(mesh))
+            seconds = tuple(map(add, update.seconds, placed.once))
+            costs = replace(costs, update=replace(update, seconds=seconds))
         if mesh.replicas > 1 or self.lanes.summed or (mesh.shard and self.lanes.number > 1):
             exchanged = exchanges(
                 self.cluster,

@@ -7,12 +7,14 @@ before: where(le(arange, unsqueeze(arange, 1)), …)      in F, for each microba
 after:  once["where"], mm(x, once["w as bfloat16"])     inputs of each section
         div(sum, once["mean of count"])
 
-Masks, positions and rotary tables are such values (``ir/step_invariants.py``), and the parameters that
-autocast casts for products.  A cast to more bits than the parameter has stays where it is.  What a mean
-over the batch is of comes from data, so the program computes it of each microbatch in turn.
+Masks, positions and rotary tables are such values (``ir/step_invariants.py``), the parameters that autocast
+casts for products, and what else a model makes of its parameters alone: quantized or normalized weights.
+What a mean over the batch is of comes from data, so the program computes it of each microbatch in turn.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container, Set
 
 import torch
 from torch import fx
@@ -21,30 +23,38 @@ from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Input, Kind, Origin, batch_mean
 from fxpipe.ir.names import identifier, unused
 from fxpipe.ir.resized import ResizedTraces
-from fxpipe.ir.step_invariants import copied, once_values
+from fxpipe.ir.step_invariants import copied, once_values, weight_values
 from fxpipe.ir.storage import call_nodes, drop_dead, leading_to, storage_root
 from fxpipe.passes.accept_any_strides import accept_any_strides
 
 aten = torch.ops.aten
 
 
-def compute_once(graph: fx.Graph, resized: ResizedTraces | None) -> None:
-    values = once_values(graph, resized)
-    casts = {node: name for node in call_nodes(graph) if (name := _cast(node))}
+def computed_weights(graph: fx.Graph, resized: ResizedTraces | None) -> set[fx.Node]:
+    """What is made of parameters and is no cast, where one stage alone makes and reads it."""
+    casts = _casts(graph)
+    return {
+        node for node in weight_values(graph, resized) if node not in casts and _is_of_one_stage(node, casts)
+    }
+
+
+def compute_once(graph: fx.Graph, resized: ResizedTraces | None, weights: Set[fx.Node] = frozenset()) -> None:
+    """weights: of ``computed_weights``, those to compute once a step, too."""
+    casts = _casts(graph)
+    held = once_values(graph, resized) | casts.keys() | weights
     means = graph.find_nodes(op="call_function", target=batch_mean)
-    if not values and not casts and not means:
+    if not held and not means:
         return
-    once = next(iter(values.values())).graph if values else fx.Graph()
-    # A cast reads a parameter, which no microbatch changes, though the optimizer does: it is made anew each
-    # step.
-    values |= copied(leading_to(casts), once, resized)
+    # No microbatch changes a parameter, though the optimizer does: what is made of it is made anew each step.
+    once = fx.Graph()
+    copies = copied(leading_to(held), once, resized)
     counts = copied(leading_to(means), once, resized)
-    values |= {node: counts[node] for node in means}
+    values = {node: copies[node] for node in sorted(held)} | {node: counts[node] for node in means}
     first = next(n for n in graph.nodes if n.op != "placeholder")
     names = set[str]()
     inputs: dict[fx.Node, fx.Node] = {}
     for node, computed in values.items():
-        if node.op == "placeholder" or values.keys() >= node.users.keys():
+        if values.keys() >= node.users.keys():
             continue  # it leads to others alone
         if computed not in inputs:
             name = casts.get(node) or unused(_name(computed), names.__contains__)
@@ -67,6 +77,17 @@ def _name(computed: fx.Node) -> str:
         value = node_arg(computed, 0)
         return f"mean of {value.args[0] if value.target is aten._to_copy.default else value}"
     return storage_root(computed).name
+
+
+def _is_of_one_stage(node: fx.Node, casts: Container[fx.Node]) -> bool:
+    """Whether the ops that a value comes from, and those that read it, are in one stage: another one may have
+    a cast of a parameter of its own, as it gives it a summand of the gradient."""
+    ops = [n for n in leading_to([node], lambda n: n not in casts) if n.op == "call_function"]
+    return len({n.meta["color"].stage for n in (*ops, *node.users)}) == 1
+
+
+def _casts(graph: fx.Graph) -> dict[fx.Node, str]:
+    return {node: name for node in call_nodes(graph) if (name := _cast(node))}
 
 
 def _cast(node: fx.Node) -> str:
