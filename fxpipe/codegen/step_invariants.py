@@ -164,4 +164,5 @@ def _loop(layers: Sequence[_Nodes], values: Values, scope: Scope) -> tuple[str, 
     lines = [*node_lines(first, inside, lambda n: from_to(paths[n]), values.keys(), lambda _: "")]
     if len(lines) == 1:  # as the cast of a weight, which says where it is
         lines = [replace(each, heading=None) for each in lines]
-    return head, body(lines, (), storages(first, inside)), {*map(scope.text, before)}
+    outer = {*map(scope.text, before)}
+    return head, body(lines, outer, storages(first, inside)), outer

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from fxpipe.cost.analytic import seconds_of_ops
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.errors import PartitionError
@@ -291,12 +293,13 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
     # ``compute_once`` takes ``once`` out of the stages.
     weights = "weights-once" in options.rules
     once, free = step.uncut.free(step.graph, step.resized, options.seconds, weights)
+    seconds = cache(lambda: seconds_of_ops(step.graph, options.seconds, options.compiled))
     try:
         made = partition(
             step.graph,
             options.stages,
             # Once a step is nothing beside all microbatches.
-            lambda node: 0.0 if node in once else options.seconds(node),
+            lambda node: 0.0 if node in once else seconds()(node),
             free,
             options.split_points,
             before=beside.embedding_shards,

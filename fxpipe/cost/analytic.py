@@ -53,6 +53,29 @@ def analytic_seconds(
     return seconds
 
 
+def seconds_of_ops(
+    graph: fx.Graph, node_seconds: NodeSeconds, compiled: Collection[Phase]
+) -> Callable[[fx.Node], float]:
+    """The seconds of each op of a graph without stages; of several in one kernel the first has them all.
+
+    compiled: as for ``analytic_seconds``.
+    """
+    if not compiled:
+        return node_seconds
+    nodes = call_nodes(graph)
+    seconds: dict[fx.Node, float] = {}
+    for phase in (Phase.F, Phase.B):
+        is_backward = phase is Phase.B
+        ops, fused = kernels_of(
+            [n for n in nodes if n.meta["origin"].backward is is_backward], phase, compiled
+        )
+        seconds |= {node: node_seconds(node) for node in ops}
+        for kernel in fused:
+            moved = node_seconds.device.seconds(0, kernel.bytes_moved(), "float32", "move")
+            seconds[min(kernel.ops)] = seconds.get(min(kernel.ops), 0.0) + moved
+    return lambda node: seconds.get(node, 0.0)
+
+
 def seconds_on(cluster: Cluster, graph: fx.Graph, compiled: Collection[Phase] = ()) -> SecondsOfRanks:
     """The analytic seconds of every section on each rank."""
     by_device = {seconds.device: analytic_seconds(graph, seconds, compiled) for seconds in cluster.distinct}

@@ -206,3 +206,31 @@ def test_kernels_of_a_section(by_backend):
     assert len(ops) == 2 * 5 + 1
     # Of each layer the two norms and the activation; what is before the first norm, the last norm, the loss.
     assert 8 <= len(fused) <= 12
+
+
+class Chains(nn.Module):
+    """Layers whose ops Inductor makes one kernel of, and then others, of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(16)])
+
+    def forward(self, x):
+        for k, layer in enumerate(self.linear):
+            x = layer(x)
+            for _ in range(30 if k < 8 else 1):
+                x = x * 1.01
+        return x.square().mean()
+
+
+def test_stages_are_balanced_by_fused_kernels():
+    def times(backend):
+        with torch.device("meta"):
+            model, x = Chains(), torch.ones(1024, 1024)
+        given = {"ranks": 2, "microbatches": 4, "schedule": "1f1b", "check": False, "costs": "H100"}
+        stages = fxpipe.compile(model, (x,), backend=backend, **given).plan.costs.stages
+        return [stage.forward + stage.backward + stage.weight for stage in stages]
+
+    for backend in ("eager", "inductor"):
+        first, last = times(backend)
+        assert first == pytest.approx(last, rel=0.15), backend
