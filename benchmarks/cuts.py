@@ -1,11 +1,14 @@
 """What the choice of cuts does to drawn settings: the simulated step, its memory, and what is sent.
 
 Models of four kinds, ranks, schedules and devices are drawn.  Each setting is compiled with and without
-moving cuts to where fewer values cross (``fxpipe/compiler/choice/refine_cuts.py``), or taking the most even
-of those that are as light (``fxpipe/partition/cuts.py``); no model runs, all are on the meta device.
+moving cuts to where fewer values cross (``fxpipe/compiler/choice/refine_cuts.py``), taking the most even of
+those that are as light, keeping from cuts whose messages take longer than any stage (``fxpipe/partition/
+cuts.py``), or the times of fused kernels, for Inductor; no model runs, all are on the meta device.
 
     python benchmarks/cuts.py --models 28 --seed 0 --output benchmarks/results/cuts.txt
     python benchmarks/cuts.py --without even --models 28 --seed 0 --output benchmarks/results/cuts_even.txt
+    python benchmarks/cuts.py --without links --models 28 --seed 0 --output benchmarks/results/cuts_links.txt
+    python benchmarks/cuts.py --without fused --models 28 --seed 0 --output benchmarks/results/cuts_fused.txt
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from report import ROOT, Report
 from torch import nn
 
 import fxpipe
+from fxpipe.compiler import passes
 from fxpipe.compiler.choice.costing import Costing
 from fxpipe.ir.graph import Kind, Phase
-from fxpipe.partition import cuts
+from fxpipe.partition import coloring, cuts
 from fxpipe.plan.memory import rank_memory
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -106,6 +110,8 @@ def first_of_lightest(ends, weights, best, limits, speeds, others) -> list[int]:
 WITHOUT = {
     "lighter": lambda: patch.object(Costing, "lighter", lambda *_: None),
     "even": lambda: patch.object(cuts, "_most_even", first_of_lightest),
+    "links": lambda: patch.object(coloring, "choose_cuts", lambda *given: cuts.choose_cuts(*given[:5])),
+    "fused": lambda: patch.object(passes, "seconds_of_ops", lambda graph, seconds, compiled: seconds),
 }
 
 
@@ -158,6 +164,9 @@ def measured(
     key: str, without: str, model: nn.Module, example: Any, setting: dict[str, Any]
 ) -> list[tuple[Found, Found]]:
     """Without and with it; nothing where the model has too few places to cut."""
+
+    if without == "fused":
+        setting |= {"backend": "inductor"}
 
     def found() -> Found:
         with captured_once(key):  # the number of microbatches is a factor on which no cost depends

@@ -310,6 +310,7 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
             cuts=options.cuts,
             chain=step.uncut.chain,
             parts=options.parts,
+            message_seconds=options.seconds.device.intra.seconds,
         )
     except PartitionError as error:
         if step.vocabulary is None:

@@ -49,6 +49,7 @@ def partition(
     cuts: tuple[int, ...] = (),
     chain: Chain | None = None,
     parts: PartsOfStage = 1,
+    message_seconds: Callable[[float], float] = lambda nbytes: 0.0,
 ) -> Partition:
     """Give every op without a color its stage, and phase F or B; negative stages count from the last one.
 
@@ -62,6 +63,7 @@ def partition(
     cuts: positions in a chain that was returned for the same graph, to cut there instead.
     chain: that was returned for the same graph and the same costs.
     parts: of each stage; the stages of colors are then parts.
+    message_seconds: of a message of so many bytes between neighbors.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
@@ -82,7 +84,7 @@ def partition(
         cuts = _cuts_by_path(forward, stages, split_points)
     elif by_cost:
         assert chain is not None, "it was made"
-        cuts = _cuts_by_cost(chain, stages, slowness, ranks)
+        cuts = _cuts_by_cost(chain, stages, slowness, ranks, message_seconds)
         cut_chain = CutChain(chain, cuts)
     of_stages: tuple[int, ...] = ()
     if parts != 1:
@@ -147,13 +149,18 @@ def _check_head(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
 
 
 def _cuts_by_cost(
-    chain: Chain, stages: int, slowness: Sequence[float], ranks: Sequence[int]
+    chain: Chain,
+    stages: int,
+    slowness: Sequence[float],
+    ranks: Sequence[int],
+    message_seconds: Callable[[float], float],
 ) -> tuple[int, ...]:
     # Of cuts with equal bytes first those that divide fewer modules: these count as less than a byte.
     pairs = zip(chain.crossing.bytes, chain.crossing.modules, strict=True)
     weights = [size + _MODULE * modules for size, modules in pairs]
     try:
-        return choose_cuts(chain.seconds, weights, stages, slowness, ranks)
+        messages = [*map(message_seconds, chain.crossing.bytes)]
+        return choose_cuts(chain.seconds, weights, stages, slowness, ranks, messages)
     except PartitionError as error:
         long = len(chain.forward) // 4
         wide = [name for name, (first, last) in chain.buffers.items() if last - first > long]

@@ -1,10 +1,11 @@
 """Cuts a chain of costs into contiguous stages, by dynamic programming.
 
-First the smallest possible largest stage is found; then, among all partitions whose largest stage is
-within ``SLACK`` of it, the one whose cuts move the fewest bytes, and of equal ones the most even: where an
-output layer is the largest stage, equal layers have many such partitions, and a rank with more of them than
-others holds more memory.  Where ranks have several stages, the largest rank can take the place of the largest
-stage: where one op, such as an output layer, is larger than other stages, its rank gets less of these.
+First the smallest possible largest stage is found; no message takes longer either, as each microbatch goes
+through all stages and all links.  Then, among all partitions within ``SLACK`` of that time, the one whose
+cuts move the fewest bytes, and of equal ones the most even: where an output layer is the largest stage, equal
+layers have many such partitions, and a rank with more of them than others holds more memory.  Where ranks
+have several stages, the largest rank can take the place of the largest stage: where one op, such as an output
+layer, is larger than other stages, its rank gets less of these.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def choose_cuts(
     stages: int,
     slowness: Sequence[float] = (),
     ranks: Sequence[int] = (),
+    messages: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """Return the positions (ascending) after which to cut a chain into ``stages`` parts.
 
@@ -36,6 +38,7 @@ def choose_cuts(
     bytes: sent across a cut after each position; ``inf`` where no cut may be.
     slowness: per stage, what its costs are to be multiplied by; by default all are alike.
     ranks: of each stage, to balance these.
+    messages: the seconds in which the bytes of each position are sent; by default none.
     Raises PartitionError if there are fewer places to cut than needed.
     """
     places = [i for i, b in enumerate(bytes[:-1]) if b != float("inf")]
@@ -51,8 +54,12 @@ def choose_cuts(
     ends = np.array([total[i + 1] for i in places] + [total[-1]])
     speeds = 1 / np.array(slowness or [1.0] * stages)
     alone = np.zeros(stages)
-    least = _least(ends, speeds, alone, ends[-1] / speeds.sum(), ends[-1] / speeds.min())
-    limits = least * (1 + SLACK) * speeds
+    sent = np.array([messages[i] if messages else 0.0 for i in places] + [0.0])
+    low, high = ends[-1] / speeds.sum(), ends[-1] / speeds.min()
+    short = sent <= (1 + SLACK) * _least(ends, speeds, alone, low, max(high, sent.max()), sent)
+    ends, places = ends[short], [i for i, is_short in zip(places, short[:-1], strict=True) if is_short]
+    # Where any message takes longer than stages do, these are balanced all the same.
+    limits = (1 + SLACK) * _least(ends, speeds, alone, low, high) * speeds
     weights = [float(bytes[i]) for i in places] + [0.0]
     cuts = _lightest(ends, weights, limits, speeds, alone)
     if ranks:
@@ -91,14 +98,22 @@ def _turns(ranks: np.ndarray) -> list[int]:
     return numbers
 
 
-def _least(ends: np.ndarray, speeds: np.ndarray, others: np.ndarray, low: float, high: float) -> float:
-    """The smallest time of the slowest rank, found between two times by bisection.
+def _least(
+    ends: np.ndarray,
+    speeds: np.ndarray,
+    others: np.ndarray,
+    low: float,
+    high: float,
+    sent: np.ndarray | None = None,
+) -> float:
+    """The smallest time of the slowest rank or message, found between two times by bisection.
 
-    others: of each part, the time that the other stages of its rank take.
+    others: of each part, the time that the other stages of its rank take.  sent: behind each block, the time
+    of a message, if messages count.
     """
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        if _suffices(ends, (middle - others) * speeds):
+        if _suffices(ends if sent is None else ends[sent <= middle], (middle - others) * speeds):
             high = middle
         else:
             low = middle
@@ -107,6 +122,8 @@ def _least(ends: np.ndarray, speeds: np.ndarray, others: np.ndarray, low: float,
 
 def _suffices(ends: np.ndarray, limits: np.ndarray) -> bool:
     """Whether parts of at most these costs, each as large as it can be, take all blocks and none is empty."""
+    if len(ends) < len(limits):
+        return False
     last = -1  # the last block that is taken
     for left, limit in zip(range(len(limits) - 1, -1, -1), limits, strict=True):
         start = float(ends[last]) if last >= 0 else 0.0
