@@ -121,16 +121,17 @@ class Uncut:
         """The nodes of a copy that are computed once a step, and those that are free."""
         if not self._names:
             once_of, free = once_values(graph, resized), recomputable_nodes(graph, seconds)
+            of_weights = leading_alone(weight_values(graph, resized)) if weights else set[fx.Node]()
             self._names = (
                 _names(once_of | mean_values(graph)),
-                _names(leading_alone(weight_values(graph, resized)) if weights else set()),
+                _names(of_weights),
                 _names(free.anywhere),
                 _names(free.in_stage),
             )
         # By name, as each cut has a copy of the graph with nodes of its own.
         sets = ({n for n in graph.nodes if n.name in names} for names in self._names)
         once, of_weights, anywhere, in_stage = sets
-        return once | of_weights, Free(anywhere | once, in_stage | of_weights)
+        return once | of_weights, Free(anywhere | once, in_stage, of_weights)
 
 
 def _names(nodes: Set[fx.Node]) -> frozenset[str]:

@@ -22,7 +22,7 @@ docs/architecture.md has a glossary of the words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import takewhile
@@ -169,10 +169,12 @@ class Outputs(NamedTuple):
 @dataclass(frozen=True)
 class Free:
     """The forward ops whose values sections may recompute: ``anywhere``, or only ``in_stage``, in the
-    sections of their own stage."""
+    sections of their own stage.  ``of_weights``: those that are computed once a step, of which alone there is
+    no stage."""
 
     anywhere: set[fx.Node]
     in_stage: set[fx.Node]
+    of_weights: set[fx.Node] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)

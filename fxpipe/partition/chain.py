@@ -81,6 +81,7 @@ def chain_of(
             home[node] = at
         seconds[home[node]] += node_seconds(node)
     whole = [*_trained_spans(graph, position, by_seq, free.in_stage), *_head_spans(position)]
+    whole += ((at, at + 1) for node, at in position.items() if node in free.of_weights)
     anywhere, exchanges = free.in_stage | free.anywhere, exchange_spans(graph, position, home)
     transfers = inside = crossing(graph, position, home, anywhere, whole)
     if exchanges:
