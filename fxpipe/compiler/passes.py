@@ -311,7 +311,7 @@ def _partition(step: StepGraphs, options: CutOptions) -> None:
             cuts=options.cuts,
             chain=step.uncut.chain,
             parts=options.parts,
-            message_seconds=options.seconds.device.intra.seconds,
+            link=1 / options.seconds.device.intra.bandwidth,
         )
     except PartitionError as error:
         if step.vocabulary is None:

@@ -49,7 +49,7 @@ def partition(
     cuts: tuple[int, ...] = (),
     chain: Chain | None = None,
     parts: PartsOfStage = 1,
-    message_seconds: Callable[[float], float] = lambda nbytes: 0.0,
+    link: float = 0.0,
 ) -> Partition:
     """Give every op without a color its stage, and phase F or B; negative stages count from the last one.
 
@@ -63,7 +63,7 @@ def partition(
     cuts: positions in a chain that was returned for the same graph, to cut there instead.
     chain: that was returned for the same graph and the same costs.
     parts: of each stage; the stages of colors are then parts.
-    message_seconds: of a message of so many bytes between neighbors.
+    link: the seconds in which a byte passes from a rank to the next one.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
@@ -84,7 +84,7 @@ def partition(
         cuts = _cuts_by_path(forward, stages, split_points)
     elif by_cost:
         assert chain is not None, "it was made"
-        cuts = _cuts_by_cost(chain, stages, slowness, ranks, message_seconds)
+        cuts = _cuts_by_cost(chain, stages, slowness, ranks, link)
         cut_chain = CutChain(chain, cuts)
     of_stages: tuple[int, ...] = ()
     if parts != 1:
@@ -153,13 +153,13 @@ def _cuts_by_cost(
     stages: int,
     slowness: Sequence[float],
     ranks: Sequence[int],
-    message_seconds: Callable[[float], float],
+    link: float,
 ) -> tuple[int, ...]:
     # Of cuts with equal bytes first those that divide fewer modules: these count as less than a byte.
     pairs = zip(chain.crossing.bytes, chain.crossing.modules, strict=True)
     weights = [size + _MODULE * modules for size, modules in pairs]
     try:
-        messages = [*map(message_seconds, chain.crossing.bytes)]
+        messages = [link * size for size in chain.crossing.bytes]
         return choose_cuts(chain.seconds, weights, stages, slowness, ranks, messages)
     except PartitionError as error:
         long = len(chain.forward) // 4

@@ -38,7 +38,7 @@ def choose_cuts(
     bytes: sent across a cut after each position; ``inf`` where no cut may be.
     slowness: per stage, what its costs are to be multiplied by; by default all are alike.
     ranks: of each stage, to balance these.
-    messages: the seconds in which the bytes of each position are sent; by default none.
+    messages: the seconds for which the bytes of each position are on a link; by default none.
     Raises PartitionError if there are fewer places to cut than needed.
     """
     places = [i for i, b in enumerate(bytes[:-1]) if b != float("inf")]
