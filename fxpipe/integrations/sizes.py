@@ -113,7 +113,7 @@ class Sizes:
         step = pipe.plan.step
         divides = any(divisor in names for names in step.leaves)
         joins = bool(pipe.plan.own_means) and number > rows
-        if joins or (divides and not (step.has_total and number == step.microbatches * rows)):
+        if joins or (divides and not step.totals):
             # The number is of these rows, or the loss no mean over them: they are one microbatch.
             pipe = self._evaluates(batch, number, number, outputs, has_loss)
         else:
@@ -185,7 +185,7 @@ class Sizes:
             longest = {**example, **self.options["example"]}
             others = {"loss_fn": self._times(factor)}
             pipe = self._compiled(longest, self.options["microbatches"], others)
-            if not pipe.lengths or not (is_mean or pipe.plan.step.has_total):
+            if not pipe.lengths or not (is_mean or pipe.plan.step.totals):
                 why = pipe.plan.step.one_length or (
                     "a loss is a sum over labels, divided by num_items_in_batch, and this one is another"
                 )

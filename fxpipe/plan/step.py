@@ -232,8 +232,8 @@ class StepSpec:
     """The dimensions of microbatches that may have other lengths than the example's."""
     one_length: str = ""
     """Why there are none, where dimensions were named."""
-    has_total: bool = False
-    """Whether the loss divides by a number of the batch that is of all microbatches of a step."""
+    totals: tuple[str, ...] = ()
+    """The leaves by whose numbers, of all microbatches of a replica, the loss divides."""
     documents: Documents | None = None
     """Where a microbatch's time depends on those that are packed in it."""
     mixes: bool = False
