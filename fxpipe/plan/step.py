@@ -131,7 +131,9 @@ def refused(names: Sequence[NamedLength], lengths: Mapping[str, int]) -> tuple[s
             multiples = f", multiples of {each.step}" if each.step > 1 else ""
             others = [f"{one.name} {lengths[one.name]}" for one in names if each.leading and one != each]
             beside = f" with {', '.join(others)}" if others else ""
-            if each.leading:
+            if each.leading and lengths[each.name] < each.least:
+                remedy = "give more rows in fewer microbatches, or rows that the loss does not count."
+            elif each.leading:
                 remedy = "give fewer rows in more microbatches, or compile with a larger example."
             else:
                 remedy = "pad a shorter one, and compile with a longer example for a longer one."
