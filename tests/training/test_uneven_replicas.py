@@ -123,14 +123,15 @@ def test_each_kind_of_loss(kind):
     pipe = fxpipe.compile(
         model, regression(12), ranks=1, replicas=2, microbatches=3, dimensions={"time": 12}, **options
     )
-    lists = [[regression(n) for n in (3,)], [regression(n) for n in (12, 6, 5, 9)]]
-    shares = [1] * 5 if kind == "mean of each" else [3, 12, 6, 5, 9]
-    loss = sum(model(**one) * n for one, n in zip(joined(lists), shares, strict=True)) / sum(shares)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-    result = pipe.run_local(lists)
-    torch.testing.assert_close(result.loss, loss.detach(), rtol=0, atol=LIMIT)
-    torch.testing.assert_close(result.grads, grads, rtol=0, atol=LIMIT)
+    for lengths in ([3], [12, 6, 5, 9]), ([], [12, 6]):
+        lists = [[regression(n) for n in one] for one in lengths]
+        shares = [1] * len(joined(lists)) if kind == "mean of each" else joined(lengths)
+        loss = sum(model(**one) * n for one, n in zip(joined(lists), shares, strict=True)) / sum(shares)
+        grads = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+        result = pipe.run_local(lists)
+        torch.testing.assert_close(result.loss, loss.detach(), rtol=0, atol=LIMIT)
+        torch.testing.assert_close(result.grads, grads, rtol=0, atol=LIMIT)
 
 
 def test_random_numbers_are_those_of_the_place_in_the_lists_of_all(pipe):
