@@ -163,6 +163,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"dimensions": {"rows": 3, "sequence": worker.LENGTH}, "example": longest(3)},
         {"data_collator": worker.trimmed},
     ),
+    "a last row for which the model decides otherwise": (
+        worker.OfOneRow, {"max_steps": 2, "per_device_train_batch_size": 4},
+        {"dimensions": {"rows": 4, "sequence": worker.LENGTH}, "example": longest(4)},
+        {"data_collator": worker.trimmed},
+    ),
     "a stream, rates by a metric": (
         worker.Means,
         {
