@@ -119,6 +119,11 @@ def sample(
             failure = failure or error
     named = [name for name in lengths if name != leading]
     remedy = "Leave dimensions out."
+    if named:
+        remedy = (
+            f"Leave {' and '.join(named)} out of dimensions, and pad to one length, or to a few, each with a "
+            "pipeline of its own (like=)."
+        )
     if named and isinstance(failure, CaptureError):
         remedy = (
             f"That is with other lengths of {', '.join(named)}. Leave what the model's weights or code fix "

@@ -85,7 +85,7 @@ def make_plan(
             leaves=leaves_used(cut.sections, placement, mesh.ranks),
             outputs=outputs_of(cut.graph, placement),
             has_loss=loss is not None,
-            has_total=captured.means.has_total,
+            totals=captured.means.totals,
             mixes=POSITIONS in dict(batch_leaves(request.example)) and mixes_documents(captured.graph),
             boundaries=boundaries_of([captured.graph], (), ((),)),
         ),

@@ -78,7 +78,8 @@ def pack(
         fill, and a longer sample is alone in one: short microbatches, which the order of a batch evens out,
         leave a pipeline less idle than few long ones (docs/lengths.md).
     replicas: of how many the samples are; then there is a list for each, ``pack(…)[pipe.replica]``, all of
-        as many microbatches and about as expensive.  ``run_local`` takes all of them.
+        as many microbatches and about as expensive; of too few samples, as at the end of an epoch,
+        some have one less, or none.  ``run_local`` takes all of them.
     cost: (a, b) of a · L + b · L² for a sample of L tokens, ``pipe.sample_cost``; by it so many microbatches
         are filled that the largest is small.
     multiple: of which the lengths of microbatches are, by ``padding`` at their end, whose labels are ignored.
@@ -102,7 +103,7 @@ def pack(
 def _divided(
     lengths: Sequence[int], tokens: int, microbatches: int | None, replicas: int, cost: tuple[float, float]
 ) -> list[list[list[int]]]:
-    """The samples of each microbatch of each replica, which all have as many microbatches."""
+    """The samples of each microbatch of each replica; see ``pack``."""
     if microbatches is None:
         places = _filled_alike(lengths, tokens, replicas, cost)
     else:
@@ -111,7 +112,7 @@ def _divided(
     of_each: list[list[int]] = [[] for _ in range(replicas)]
     # The most expensive one first, always to the replica that has the least to do, of those with room.
     for m in sorted(range(len(places)), key=lambda m: -seconds[m]):
-        able = [one for one in of_each if len(one) < len(places) // replicas]
+        able = [one for one in of_each if len(one) < -(-len(places) // replicas)]
         min(able, key=lambda one: sum(seconds[k] for k in one)).append(m)
     return [[places[m] for m in sorted(one)] for one in of_each]
 
@@ -129,10 +130,7 @@ def _filled_alike(
         with contextlib.suppress(OptionError):  # then they fit into more
             divided = assigned([lengths[k] for k in others], tokens, number, cost)
             return [*alone, *([others[k] for k in place] for place in divided)]
-    raise OptionError(
-        f"{number_of(len(lengths), 'sample')} cannot fill as many microbatches on each of "
-        f"{number_of(replicas, 'replica')}: give more."
-    )
+    return places  # of too few samples
 
 
 def _seconds(length: int, cost: tuple[float, float]) -> float:

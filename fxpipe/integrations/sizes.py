@@ -76,7 +76,7 @@ class Sizes:
             lists = batches if is_mean else [microbatches]
             pipe = self._of_lists(len(lists), is_mean, microbatches[0])
             return torch.stack([_number(pipe.step([*map(dict, each)])) for each in lists]).sum()
-        for part in (list(part) for _, part in groupby(microbatches, rows_of)):
+        for part in (list(part) for _, part in groupby(microbatches, self._rows_of_pipeline)):
             factor = len(part) / total if is_mean else float(len(part))
             losses.append(self._of_size(part, factor, total).step(self._joined(part)))
         return torch.stack([*map(_number, losses)]).sum()
@@ -113,7 +113,7 @@ class Sizes:
         step = pipe.plan.step
         divides = any(divisor in names for names in step.leaves)
         joins = bool(pipe.plan.own_means) and number > rows
-        if joins or (divides and not (step.has_total and number == step.microbatches * rows)):
+        if joins or (divides and not step.totals):
             # The number is of these rows, or the loss no mean over them: they are one microbatch.
             pipe = self._evaluates(batch, number, number, outputs, has_loss)
         else:
@@ -164,7 +164,7 @@ class Sizes:
     def _of_size(self, part: Sequence[Microbatch], factor: float, total: int) -> fxpipe.Pipeline:
         """The pipeline for a part of a step, of microbatches with the same number of rows."""
         assert self.first is not None, "it is compiled before the first step"
-        spec, rows = self.first.plan.step, rows_of(part[0])
+        spec, rows = self.first.plan.step, self._rows_of_pipeline(part[0])
         of_first = next(leaf.shape[0] for leaf in spec.batch.leaves if leaf.shape)
         if len(part) == total == spec.microbatches and rows == of_first:
             return self.first
@@ -177,6 +177,13 @@ class Sizes:
             self._others[key] = self._trains({**part[0], **example}, len(part), factor)
         return self._others[key]
 
+    def _rows_of_pipeline(self, microbatch: Microbatch) -> int:
+        """The rows of the example of the pipeline for a microbatch: its own, or those of the first pipeline,
+        where that takes other numbers."""
+        assert self.first is not None, "it is compiled before the first step"
+        rows, named = rows_of(microbatch), [each for each in self.first.lengths if each.leading]
+        return next((each.example for each in named if each.least <= rows <= each.example), rows)
+
     def _of_lists(self, lists: int, is_mean: bool, example: Microbatch) -> fxpipe.Pipeline:
         """The pipeline for lists of microbatches, so many in a step: its loss is the mean over what counts in
         a list, or what all of it is where that divides by the number of labels of the step."""
@@ -185,7 +192,7 @@ class Sizes:
             longest = {**example, **self.options["example"]}
             others = {"loss_fn": self._times(factor)}
             pipe = self._compiled(longest, self.options["microbatches"], others)
-            if not pipe.lengths or not (is_mean or pipe.plan.step.has_total):
+            if not pipe.lengths or not (is_mean or pipe.plan.step.totals):
                 why = pipe.plan.step.one_length or (
                     "a loss is a sum over labels, divided by num_items_in_batch, and this one is another"
                 )
@@ -208,6 +215,9 @@ class Sizes:
             options = {name: x for name, x in options.items() if name not in _OF_FIRST} | {"like": self.first}
             if not isinstance(options.get("schedule", ""), str):  # one that is written for other numbers
                 del options["schedule"]
+            unlike = [x.name for x in self.first.lengths if x.leading and x.example != rows_of(example)]
+            if unlike:
+                options["dimensions"] = {n: x for n, x in options["dimensions"].items() if n not in unlike}
         trains = options.get("gradients", True)
         was = self.model.training
         self.model.train(trains)

@@ -131,7 +131,9 @@ def refused(names: Sequence[NamedLength], lengths: Mapping[str, int]) -> tuple[s
             multiples = f", multiples of {each.step}" if each.step > 1 else ""
             others = [f"{one.name} {lengths[one.name]}" for one in names if each.leading and one != each]
             beside = f" with {', '.join(others)}" if others else ""
-            if each.leading:
+            if each.leading and lengths[each.name] < each.least:
+                remedy = "give more rows in fewer microbatches, or rows that the loss does not count."
+            elif each.leading:
                 remedy = "give fewer rows in more microbatches, or compile with a larger example."
             else:
                 remedy = "pad a shorter one, and compile with a longer example for a longer one."
@@ -232,8 +234,8 @@ class StepSpec:
     """The dimensions of microbatches that may have other lengths than the example's."""
     one_length: str = ""
     """Why there are none, where dimensions were named."""
-    has_total: bool = False
-    """Whether the loss divides by a number of the batch that is of all microbatches of a step."""
+    totals: tuple[str, ...] = ()
+    """The leaves by whose numbers, of all microbatches of a replica, the loss divides."""
     documents: Documents | None = None
     """Where a microbatch's time depends on those that are packed in it."""
     mixes: bool = False

@@ -163,14 +163,16 @@ def test_lists_for_replicas(replicas, microbatches):
 
 
 def test_replicas_with_few_samples():
-    """There are more microbatches than samples fill where replicas have as many each only so."""
+    """There are more microbatches than samples fill where replicas have as many each only so; where there are
+    too few samples for that, some replicas have less."""
     assert filled([4, 3, 2, 1], 5) == [[0, 3], [1, 2]]
     lists = fxpipe.pack(samples([4, 3, 2, 1]), tokens=5, replicas=3)
     assert sorted(one["input_ids"].shape[1] for (one,) in lists) == [3, 3, 4]
     lists = fxpipe.pack(samples([30, 2, 2]), tokens=5, replicas=2)
     assert [[one["input_ids"].shape[1] for one in each] for each in lists] == [[30], [4]]
-    with pytest.raises(OptionError, match="2 samples cannot fill as many microbatches on each of 3 replicas"):
-        fxpipe.pack(samples([30, 2]), tokens=5, replicas=3)
+    for few, replicas, expected in (([30, 2], 3, [[30], [2], []]), ([30, 20, 20], 2, [[30], [20, 20]])):
+        lists = fxpipe.pack(samples(few), tokens=5, replicas=replicas)
+        assert [[one["input_ids"].shape[1] for one in each] for each in lists] == expected
     with pytest.raises(OptionError, match="8 samples cannot fill 9 microbatches"):
         fxpipe.pack(samples(), tokens=20, microbatches=3, replicas=3)
     for wrong in (0, 1.5, "2"):

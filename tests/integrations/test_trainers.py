@@ -131,8 +131,8 @@ def both(
     return trainers
 
 
-def longest() -> dict[str, torch.Tensor]:
-    return {name: x.repeat(2, 1) for name, x in worker.Rows()[0].items()}
+def longest(rows: int = 2) -> dict[str, torch.Tensor]:
+    return {name: x.repeat(rows, 1) for name, x in worker.Rows()[0].items()}
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -157,6 +157,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "microbatches of several lengths": (
         worker.Means, {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
         {"dimensions": {"sequence": worker.LENGTH}, "example": longest()}, {"data_collator": worker.trimmed},
+    ),
+    "microbatches of several lengths and rows": (
+        worker.Means, {"max_steps": 3, "per_device_train_batch_size": 3},
+        {"dimensions": {"rows": 3, "sequence": worker.LENGTH}, "example": longest(3)},
+        {"data_collator": worker.trimmed},
+    ),
+    "a last row for which the model decides otherwise": (
+        worker.OfOneRow, {"max_steps": 2, "per_device_train_batch_size": 4},
+        {"dimensions": {"rows": 4, "sequence": worker.LENGTH}, "example": longest(4)},
+        {"data_collator": worker.trimmed},
     ),
     "a stream, rates by a metric": (
         worker.Means,

@@ -73,16 +73,20 @@ def test_programs_hold_products_of_names(pipe):
     [
         (
             lambda: [microbatch(5, 3), microbatch(9, 4)],
-            r"Microbatch 1 has rows 4 in 'ids'. The programs take rows from 1 to 3 with sequence 9: give",
+            r"Microbatch 1 has rows 4 in 'ids'. The programs take rows from 1 to 3 with sequence 9: give few",
         ),
         (
             lambda: [{**microbatch(5, 3), "labels": microbatch(5, 2)["labels"]}],
             "Microbatch 0 has rows 3 in 'ids' and 2 in 'labels'",
         ),
         (lambda: microbatch(5, 7), "'ids' has 7 rows, which do not make 3 microbatches"),
+        (
+            lambda: [{name: x[:0] for name, x in microbatch(5).items()}],
+            "Microbatch 0 has rows 0 .* with sequence 5: give more rows in fewer",
+        ),
         (lambda: microbatch(16, 9), "The batch has rows 3 .* from 1 to 2 with sequence 16"),
     ],
-    ids=["tokens", "leaves", "division", "batch"],
+    ids=["tokens", "leaves", "division", "no rows", "batch"],
 )
 def test_rows_that_are_refused(pipe, batch, message):
     with pytest.raises(fxpipe.BatchError, match=message):

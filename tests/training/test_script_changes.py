@@ -182,6 +182,21 @@ def test_a_last_group_of_fewer_steps_is_divided_as_those_before():
     assert found == [Kind.OTHER_FACTOR, Kind.FACTOR, Kind.FACTOR]
 
 
+def test_a_last_group_of_one_step_is_divided_by_one():
+    """Where the groups before were divided by the number of their steps; a norm would be a second write."""
+    rank, found = Rank(0, steps=0), []
+    for steps, ways in ((1, 1), (2, 1), (1, 1), (1, 2)):
+        for step in range(steps):
+            rank.changes.compare(gradients_alone=True)
+            rank.changes.change(at_once=True)
+            rank.changes.stepped(adds=step > 0)
+        for _ in range(ways):
+            rank.scale(1 / steps)
+        rank.changes.compare()
+        found.append(rank.changes.change(at_once=True).kind)
+    assert found == [Kind.WRITTEN, Kind.FACTOR, Kind.NOTHING, Kind.WRITTEN]
+
+
 @pytest.mark.parametrize(("processes", "collectives", "tells"), [(2, 1, True), (2, 0, False), (3, 1, False)])
 def test_a_mean_over_steps_that_may_be_one_over_processes(monkeypatch, processes, collectives, tells):
     """As many processes as steps, and the script has communicated since the last one."""

@@ -41,9 +41,9 @@ def check_step(pipe: fxpipe.Pipeline, lists: list[list[dict[str, torch.Tensor]]]
     torch.testing.assert_close(result.grads, grads, rtol=0, atol=LIMIT)
 
 
-@pytest.mark.parametrize("numbers", [(1, 4), (5, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("numbers", [(1, 4), (5, 2), (3, 2), (2, 3), (0, 4), (3, 0)])
 def test_the_loss_and_gradients_are_those_of_all_microbatches(pipe, numbers):
-    """Also where one of the replicas has as many as the example."""
+    """Also where one of the replicas has as many as the example, or none."""
     check_step(pipe, lists_of(numbers))
 
 
@@ -87,7 +87,7 @@ def test_microbatches_of_about_the_same_size_share_a_place(pipe):
 @pytest.mark.slow
 def test_schedules_memory_and_what_replicas_divide(options):
     pipe = words(**{"replicas": REPLICAS, "outputs": ["head"], **options})
-    for numbers in ((1, 6, 3), (5, 2, 2)):
+    for numbers in ((1, 6, 3), (5, 2, 2), (0, 3, 0)):
         check_step(pipe, lists_of(numbers[: pipe.plan.replicas]))
 
 
@@ -123,14 +123,15 @@ def test_each_kind_of_loss(kind):
     pipe = fxpipe.compile(
         model, regression(12), ranks=1, replicas=2, microbatches=3, dimensions={"time": 12}, **options
     )
-    lists = [[regression(n) for n in (3,)], [regression(n) for n in (12, 6, 5, 9)]]
-    shares = [1] * 5 if kind == "mean of each" else [3, 12, 6, 5, 9]
-    loss = sum(model(**one) * n for one, n in zip(joined(lists), shares, strict=True)) / sum(shares)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-    result = pipe.run_local(lists)
-    torch.testing.assert_close(result.loss, loss.detach(), rtol=0, atol=LIMIT)
-    torch.testing.assert_close(result.grads, grads, rtol=0, atol=LIMIT)
+    for lengths in ([3], [12, 6, 5, 9]), ([], [12, 6]):
+        lists = [[regression(n) for n in one] for one in lengths]
+        shares = [1] * len(joined(lists)) if kind == "mean of each" else joined(lengths)
+        loss = sum(model(**one) * n for one, n in zip(joined(lists), shares, strict=True)) / sum(shares)
+        grads = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+        result = pipe.run_local(lists)
+        torch.testing.assert_close(result.loss, loss.detach(), rtol=0, atol=LIMIT)
+        torch.testing.assert_close(result.grads, grads, rtol=0, atol=LIMIT)
 
 
 def test_random_numbers_are_those_of_the_place_in_the_lists_of_all(pipe):
@@ -144,8 +145,9 @@ def test_random_numbers_are_those_of_the_place_in_the_lists_of_all(pipe):
     assert joined(of_replicas) == [alone.key(m) for m in range(6)]
 
 
-def test_outputs_are_those_of_all_replicas_in_turn(pipe):
-    model, lists = Words(), lists_of((1, 4))
+@pytest.mark.parametrize("numbers", [(1, 4), (0, 2)])
+def test_outputs_are_those_of_all_replicas_in_turn(pipe, numbers):
+    model, lists = Words(), lists_of(numbers)
     model.load_state_dict(pipe.state_dict())
     result = pipe.run_local(lists, outputs=["head"])
     for k, one in enumerate(joined(lists)):
@@ -164,19 +166,34 @@ class Total(Words):
         return F.cross_entropy(logits, labels.flatten(), reduction="sum") / total
 
 
-def test_a_number_of_the_batch_is_that_of_as_many_microbatches():
-    model, total = Total(), torch.tensor(7)
-    example = {**microbatch(LENGTH), "total": total}
-    pipe = fxpipe.compile(
-        model, example, ranks=1, replicas=2, microbatches=3, dimensions={"sequence": LENGTH}
-    )
-    lists = [[{**one, "total": total} for one in of_one] for of_one in lists_of((2, 4))]
-    message = r"Replicas have 2 and 4 microbatches, and the loss divides by a number of the batch"
-    with pytest.raises(fxpipe.BatchError, match=message):
-        pipe.run_local(lists)
-    even = [lists[0], lists[1][:2]]
-    loss = sum(model(**one) for one in joined(even)) / 2
-    torch.testing.assert_close(pipe.run_local(even).loss, loss.detach())
+def test_a_number_of_the_batch_is_that_of_a_replica():
+    """As transformers' ``num_items_in_batch``: all divide by the sum of these, however many each has."""
+    model, example = Total(), {**microbatch(LENGTH), "total": torch.tensor(7)}
+    shape = {"ranks": 1, "replicas": 2, "microbatches": 3, "dimensions": {"sequence": LENGTH}}
+    pipe = fxpipe.compile(model, example, **shape)
+
+    def with_totals(totals: list[list[int]]) -> list[list[dict[str, torch.Tensor]]]:
+        lists = lists_of((2, 4))
+        return [
+            [{**one, "total": torch.tensor(n)} for one, n in zip(*each, strict=True)]
+            for each in zip(lists, totals, strict=True)
+        ]
+
+    lists = with_totals([[7] * 2, [31] * 4])
+    loss = sum(model(**{**one, "total": torch.tensor(38)}) for one in joined(lists))
+    loss.backward()
+    result = pipe.run_local(lists)
+    torch.testing.assert_close(result.loss, loss.detach(), rtol=0, atol=LIMIT)
+    grads = {name: p.grad for name, p in model.named_parameters() if name in result.grads}
+    torch.testing.assert_close(result.grads, grads, rtol=0, atol=LIMIT)
+    with pytest.raises(
+        fxpipe.BatchError, match=r"^Replica 1: Microbatch 2 has 8 in 'total', and microbatch 0 "
+    ):
+        pipe.run_local(with_totals([[7] * 2, [31, 31, 8, 31]]))
+    with pytest.raises(
+        fxpipe.BatchError, match=r"A replica has no microbatch, and with it no number 'total'"
+    ):
+        pipe.run_local([lists[0], []])
 
 
 @pytest.mark.parametrize(
@@ -185,13 +202,13 @@ def test_a_number_of_the_batch_is_that_of_as_many_microbatches():
         (lambda: joined(lists_of((1, 4))), "5 microbatches, for 2 replicas: give a list of microbatches for"),
         (lambda: lists_of((1, 4, 2)), "3 lists of them, for 2 replicas"),
         (lambda: [*lists_of((3,)), microbatch(5)], "1 list of them, for 2 replicas"),
-        (lambda: [[], *lists_of((3,))], "^Replica 0: The list has 0 microbatches: give one or more"),
+        (lambda: [[], []], "^The list has 0 microbatches: give one or more"),
         (
             lambda: [*lists_of((2,)), [microbatch(5), microbatch(17)]],
             "^Replica 1: Microbatch 1 has sequence 17",
         ),
     ],
-    ids=["no even lists", "too many lists", "a list and a microbatch", "an empty list", "longer"],
+    ids=["no even lists", "too many lists", "a list and a microbatch", "empty lists", "longer"],
 )
 def test_lists_that_are_refused(pipe, batch, message):
     with pytest.raises(fxpipe.BatchError, match=message):
@@ -218,7 +235,7 @@ def test_processes_train_as_plain_torch_and_resume(tmp_path):
         assert max(map(abs, differences)) < LIMIT
         assert len(refused) == 2 * len(NUMBERS)
         for empty, of_all in zip(refused[::2], refused[1::2], strict=True):
-            assert re.search("The list has 0 microbatches", empty)
+            assert re.search("Rank 3 has 0 microbatches, and rank 2 has", empty)
             assert re.search(r"a list of lists, as of all replicas: give that of this one", of_all)
         assert torch.equal(load_file(tmp_path / f"losses {process}")["loss 0"], local.loss)
         for rows, grad in load_file(tmp_path / f"grads {process}").items():

@@ -15,7 +15,12 @@ as ``clamp(count, 1)``, is made of the whole batch's, of which each microbatch h
 
 after:  div(sum, mul(clamp(div(batch_mean(count), 1 / microbatches), 1), 1 / microbatches))
 
-So has each of a number of the batch by which a sum over rows is divided, which is one of all microbatches.
+A number of the batch by which a sum over rows is divided is one of all microbatches of a replica, of which
+each has its share; with the numbers of other replicas they make the mean:
+
+before: div(sum, total)
+after:  div(sum, batch_mean(mul(total, 1 / microbatches)))
+
 ``BatchMeans`` names those, and those that stay, as do other functions of a sum over rows (``joins.py``).
 """
 
@@ -45,11 +50,11 @@ aten = torch.ops.aten
 class BatchMeans:
     """What a loss takes of all rows, as text for ``explain``.  ``exact``: divisors that are means over the
     batch.  ``apart``: divisors, and functions of sums over rows, of which each microbatch has its own.
-    ``has_total``: whether one of ``exact`` is a number of the batch for all of its microbatches."""
+    ``totals``: the leaves with numbers of the whole batch by which a sum over rows is divided."""
 
     exact: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
-    has_total: bool = False
+    totals: tuple[str, ...] = ()
 
 
 NO_MEANS = BatchMeans()
@@ -67,7 +72,7 @@ def divide_by_batch_means(tail: Tail, share: float, replicas: int) -> BatchMeans
             _divide_by_mean(tail, each, share, replicas)
         drop_dead(tail.graph)
     exact = dict.fromkeys(each.text for each in tail.divisions)
-    return BatchMeans(tuple(exact), tuple(dict.fromkeys(tail.apart.values())), tail.has_total)
+    return BatchMeans(tuple(exact), tuple(dict.fromkeys(tail.apart.values())), tuple(sorted(tail.totals)))
 
 
 def _as_division(tail: Tail, division: Division) -> Division:
@@ -160,12 +165,14 @@ def _divide_by_mean(tail: Tail, division: Division, share: float, replicas: int)
     with tail.graph.inserting_before(node):
         for part in operands_first(divisor, values, operands) if division.counts else ():
             values[part] = of_batch(part)
-        mean = values.get(divisor) or mean_of(divisor)
-        if division.power:
-            mean = scaled(aten.mul.Tensor, mean)
-        elif not division.counts:  # a number of the batch, which is one of this replica
-            tail.has_total = True
-            mean = call(aten.mul.Tensor, mean, share)
+        if division.totals:
+            tail.totals |= division.totals
+            # Also of an evaluation, in which a short batch has fewer.
+            part = call(aten.mul.Tensor, cast(divisor, accum_dtype(dtype)), Share(share))
+            mean = call(batch_mean, part)
+        else:
+            mean = values.get(divisor) or mean_of(divisor)
+            mean = scaled(aten.mul.Tensor, mean) if division.power else mean
         mean = cast(mean, dtype)
     node.args = (*before, mean)
     for other, place in division.backward:

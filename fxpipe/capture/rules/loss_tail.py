@@ -18,7 +18,7 @@ from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import argument, call_nodes, graph_outputs, may_draw_numbers
+from fxpipe.ir.storage import argument, call_nodes, graph_outputs, leading_to, may_draw_numbers
 
 aten = torch.ops.aten
 
@@ -46,7 +46,8 @@ class Division:
     """A division of the loss.  ``node``: an op that divides by a count, or a mean cross-entropy, which does.
     ``backward``: the ops that differentiate it, each with the place of the count among its arguments.
     ``text``: the divisor.  ``counts``: the sums or means over rows of which that is made.  ``power``: 1 where
-    they are sums, 0 where they are means; None where the divisor is one of them as it is.
+    they are sums, 0 where they are means; None where the divisor is one of them as it is.  ``totals``: see
+    ``BatchMeans``; of a divisor that is made of them alone.
     """
 
     node: fx.Node
@@ -54,6 +55,7 @@ class Division:
     text: str
     counts: tuple[fx.Node, ...] = ()
     power: float | None = None
+    totals: frozenset[str] = frozenset()
 
 
 class Tail:
@@ -61,7 +63,7 @@ class Tail:
 
     ``linear``: its ops.  ``divisions``: the ops that divide by a count of data, which ends the way up.
     ``apart``: the texts of divisors that stay as they are, by the ops that divide.  ``odd``: those of them
-    whose divisor comes from data alone.  ``has_total``: see ``BatchMeans``.
+    whose divisor comes from data alone.  ``totals``: see ``BatchMeans``.
     """
 
     def __init__(self, graph: fx.Graph, analysis: RowAnalysis) -> None:
@@ -72,7 +74,7 @@ class Tail:
         self.divisions: list[Division] = []
         self.apart: dict[fx.Node, str] = {}
         self.odd: list[fx.Node] = []
-        self.has_total = False
+        self.totals = frozenset[str]()
         loss = graph_outputs(graph).loss
         todo = [] if loss is None else [loss]
         while todo:
@@ -119,28 +121,35 @@ class Tail:
 
     def _divided(self, node: fx.Node) -> Iterator[fx.Node]:
         divisor = node.args[-1]
-        is_total = isinstance(divisor, fx.Node) and self._is_total(divisor) and self._sums_rows(node)
-        if not isinstance(divisor, fx.Node) or (not is_total and self._is_factor(divisor)):
+        totals = frozenset[str]()
+        if isinstance(divisor, fx.Node) and self._sums_rows(node):
+            totals = self._totals(divisor)
+        if not isinstance(divisor, fx.Node) or (not totals and self._is_factor(divisor)):
             yield from (x for x in node.args[:1] if isinstance(x, fx.Node) and x is not divisor)
             return
         backward = self._backward(node, (aten.div.Tensor,), 1)
-        counts, text = () if is_total else self._counts(divisor), f"{divisor.name} ({line_of(node)})"
-        powers = {None} if is_total or self._is_one_sum(divisor) else self._powers(counts)
+        counts, text = () if totals else self._counts(divisor), f"{divisor.name} ({line_of(node)})"
+        powers = {None} if totals or self._is_one_sum(divisor) else self._powers(counts)
         if len(powers) == 1 and not node.kwargs and (backward or not self._trains(node)):
-            self.divisions.append(Division(node, backward, text, counts, *powers))
+            (power,) = powers
+            self.divisions.append(Division(node, backward, text, counts, power, totals))
         elif divisor.meta["val"].numel() == 1:
             self.apart[node] = text
             if divisor in self.rows:
                 self.odd.append(node)
 
-    def _is_total(self, node: fx.Node) -> bool:
-        """Whether a value is a number of the batch, without rows: that of the labels of all microbatches, or
-        any other, where a sum over rows is divided by it; and what is computed of such numbers alone."""
-        if node.op == "placeholder":
-            value: torch.Tensor = node.meta["val"]
-            return node.meta["input"].kind is Kind.BATCH and not value.dim() and value.dtype is not torch.bool
-        inputs = input_nodes(node)
-        return bool(inputs) and node in self._same and all(map(self._is_total, inputs))
+    def _totals(self, node: fx.Node) -> frozenset[str]:
+        """The leaves of which a value is made, if they are numbers of the batch, without rows: that of the
+        labels of all microbatches, or any other, where a sum over rows is divided by it."""
+        sources = [x for x in leading_to([node]) if not input_nodes(x)] if node in self._same else []
+
+        def is_total(source: fx.Node) -> bool:
+            if source.op != "placeholder" or source.meta["input"].kind is not Kind.BATCH:
+                return False
+            value: torch.Tensor = source.meta["val"]
+            return not value.dim() and value.dtype is not torch.bool
+
+        return frozenset(x.meta["input"].name for x in sources if all(map(is_total, sources)))
 
     def _sums_rows(self, division: fx.Node) -> bool:
         """Whether what is divided is a sum over rows, as of the losses of all labels."""

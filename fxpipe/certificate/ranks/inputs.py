@@ -42,6 +42,8 @@ class Inputs:
     def microbatch_count(self) -> int:
         return self.plan.step.microbatches
 
+    own_count = microbatch_count
+
     @property
     def places(self) -> list[int]:
         return [*range(self.plan.step.microbatches)]

@@ -117,7 +117,9 @@ def _means(plan: StepPlan) -> list[str]:
     once, counts = plan.before.once, plan.before.counts
     if counts is None:
         return []
-    arguments = ", ".join(["counts", "batches", *counts])
+    # Of a number of the whole batch each microbatch of this replica has a share, whatever others have.
+    own = ("rt.own_count" if name in Share.used else name for name in counts)
+    arguments = ", ".join(["counts", "batches", *own])
     return [f"{'once' if once is None else 'means'} = rt.batch_means({arguments})"]
 
 
@@ -126,7 +128,7 @@ def _used(plan: StepPlan) -> set[str]:
     calls = [call for call in plan.parts.calls if plan.placement[call.color.stage] == plan.rank]
     used = {c for call in calls for c in call.containers}
     once, counts = plan.before.once, plan.before.counts
-    used.update(once or (), () if counts is None else ("batch", *counts))
+    used.update(once or (), () if counts is None else {"batch", *counts} - Share.used)
     if any(value.kind is Kind.BUFFER for call in calls for value in call.results):
         used.add("buffers")  # written, whether or not it is read
     return used

@@ -23,6 +23,7 @@ from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Input, Kind, Origin, batch_mean
 from fxpipe.ir.names import identifier, unused
 from fxpipe.ir.resized import ResizedTraces
+from fxpipe.ir.size import Share
 from fxpipe.ir.step_invariants import copied, once_values, weight_values
 from fxpipe.ir.storage import call_nodes, drop_dead, leading_to, storage_root
 from fxpipe.passes.accept_any_strides import accept_any_strides
@@ -75,7 +76,9 @@ def _name(computed: fx.Node) -> str:
     """The name of a value after the one that it is a view of, or the mean over the batch."""
     if computed.target is batch_mean:
         value = node_arg(computed, 0)
-        return f"mean of {value.args[0] if value.target is aten._to_copy.default else value}"
+        while value.target is aten._to_copy.default or (value.args and isinstance(value.args[-1], Share)):
+            value = node_arg(value, 0)
+        return f"mean of {value}"
     return storage_root(computed).name
 
 

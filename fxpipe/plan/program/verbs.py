@@ -75,4 +75,6 @@ VERBS = {
     )
 }  # fmt: skip
 #: What programs read of ``rt`` without a call.
-ATTRIBUTES = frozenset({"buffers", "constants", "grads", "microbatch_count", "params", "places", "rank"})
+ATTRIBUTES = frozenset({
+    "buffers", "constants", "grads", "microbatch_count", "own_count", "params", "places", "rank",
+})  # fmt: skip

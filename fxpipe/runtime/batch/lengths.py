@@ -12,6 +12,7 @@ import torch
 from fxpipe.errors import BatchError, number_of
 from fxpipe.plan.field_types import value_at
 from fxpipe.plan.step import BatchSpec, Boundaries, StepSpec, Table, refused
+from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.batch.microbatches import (
     batch_leaves,
     check_batch,
@@ -29,7 +30,7 @@ Lengths = dict[str, int]
 def parts_of(spec: StepSpec, batch: object) -> list[tuple[object, int]]:
     """The microbatches of a list of them, or the batch of all, each with the number of microbatches it has.
 
-    Raises BatchError for a list where no dimension has a name, and for an empty one.
+    Raises BatchError for a list where no dimension has a name.
     """
     if not are_listed(batch, spec):
         return [(batch, spec.microbatches)]
@@ -38,8 +39,6 @@ def parts_of(spec: StepSpec, batch: object) -> list[tuple[object, int]]:
         raise BatchError(
             f"The batch is a list of microbatches, and the programs take one batch of all: {why.rstrip('.')}."
         )
-    if not batch:
-        raise BatchError("The list has 0 microbatches: give one or more.")
     return [(microbatch, 1) for microbatch in batch]
 
 
@@ -76,7 +75,8 @@ def are_listed(batch: object, spec: StepSpec) -> TypeGuard[list[object] | tuple[
         return bool(names)
     if any(isinstance(each, torch.Tensor) for each in batch):
         return False
-    return not {name for name, _ in batch_leaves(batch)} <= names
+    leaves = {name for name, _ in batch_leaves(batch)}
+    return not leaves or not leaves <= names
 
 
 def lengths_of(spec: StepSpec, batch: object) -> list[Lengths | None]:
@@ -110,8 +110,8 @@ def agreed_lengths(spec: StepSpec, ranks: Mapping[int, Sequence[Lengths | None]]
     Raises BatchError where ranks differ.
     """
     agreed: list[Lengths | None] = []
-    # A rank without leaves has no say in how many there are.
-    ranks = {rank: of_all for rank, of_all in ranks.items() if any(of_all)} or ranks
+    # A rank without leaves has no say in how many there are, and one with an empty list has.
+    ranks = {rank: of_all for rank, of_all in ranks.items() if any(of_all) or not of_all} or ranks
     numbers = {rank: len(of_all) for rank, of_all in ranks.items()}
     first, number = next(iter(numbers.items()))
     for rank, other in numbers.items():
@@ -196,7 +196,18 @@ def checked(
 
 def check_values(spec: StepSpec, batch: object, lengths: Sequence[Mapping[str, int]]) -> None:
     """Raise BatchError, naming microbatch, lengths and leaf, for values on the CPU that are no rows of their
-    table or no boundaries of documents: no step waits for the queue of an accelerator."""
+    table or no boundaries of documents, and for other numbers of the whole batch than the first microbatch
+    has: no step waits for the queue of an accelerator."""
+    for name in spec.totals if are_listed(batch, spec) else ():
+        totals = [given_leaves(spec.batch, part).get(name) for part, _ in parts_of(spec, batch)]
+        here = [x.item() for x in totals if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+        if len(here) == len(totals) and len({*here}) > 1:
+            m = next(m for m, x in enumerate(here) if x != here[0])
+            raise BatchError(
+                f"Microbatch {m} has {here[m]} in {name!r}, and microbatch 0 has {here[0]}. The loss divides "
+                "a sum by it, as by a number of the whole step: give all microbatches that, or let "
+                "loss_fn return (sum, count) where each has its own."
+            )
     read: list[Table | Boundaries] = [*spec.tables, *spec.boundaries]
     for m, (part, _) in enumerate(parts_of(spec, batch) if read else ()):
         leaves, number = given_leaves(spec.batch, part), len(lengths) if part is batch else 1
@@ -259,6 +270,15 @@ def cut(
     return [microbatch for microbatches in of_each for microbatch in microbatches]
 
 
+def stand_in(spec: StepSpec, device: torch.device | None) -> dict[str, torch.Tensor]:
+    """A microbatch like the example, of zeros."""
+    return {
+        leaf.name: torch.zeros(leaf.shape, dtype=dtype_of(leaf.dtype), device=device)
+        for leaf in spec.batch.leaves
+        if leaf.shape is not None and not leaf.unread
+    }
+
+
 def _of_each(
     spec: StepSpec,
     batch: object,
@@ -288,5 +308,5 @@ def all_leaves(spec: StepSpec, batch: object) -> dict[str, Any]:
     return {
         name: torch.cat([x.reshape(-1) for x in each if isinstance(x, torch.Tensor)])
         for name, each in values.items()
-        if all(isinstance(x, torch.Tensor) for x in each)
+        if each and all(isinstance(x, torch.Tensor) for x in each)
     }

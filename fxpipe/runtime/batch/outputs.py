@@ -121,9 +121,10 @@ class Collected:
                 )
         return {name: joined(value) for name, value in self.values.items()}
 
-    def in_order(self) -> Listed:
+    def in_order(self, rank: int) -> Listed:
         """The outputs of this rank by microbatch, behind ``joined``."""
-        return {name: [each[m] for m in sorted(each)] for name, each in self.listed.items()}
+        mine = [name for name, spec in self.wanted.items() if self.is_list and spec.rank == rank]
+        return {name: [x for _, x in sorted(self.listed.get(name, {}).items())] for name in mine}
 
 
 def empty(spec: OutputSpec, microbatches: int, device: torch.device | None) -> torch.Tensor:

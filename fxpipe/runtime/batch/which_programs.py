@@ -30,7 +30,7 @@ def says(when: When, spec: StepSpec, batch: object, microbatches: int) -> Says:
         alike = {answer == when.branch.answer for answer in answers}
         return Says.BOTH if len(alike) > 1 else Says.OTHERS if True in alike else Says.FIRST
     each = [_is_as_assumed(when.assumed, leaves) for leaves in _leaves(spec, batch)]
-    return Says.NOTHING if None in each else Says.OTHERS if all(each) else Says.FIRST
+    return Says.NOTHING if None in each or not each else Says.OTHERS if all(each) else Says.FIRST
 
 
 def are_others(when: When, said: Collection[int]) -> bool:

@@ -31,8 +31,10 @@ class Losses:
             self.counts.append(count)
 
     def total(self) -> torch.Tensor:
-        """Their sum, and its divisor, float64, on their device; of a model without losses zero."""
-        sums = torch.stack([x.double() for x in self.values or [torch.zeros(())]])
+        """Their sum, and its divisor, float64, on their device; without losses zeros."""
+        if not self.values:
+            return torch.zeros(2, dtype=torch.float64)
+        sums = torch.stack([x.double() for x in self.values])
         # new_full, as new_tensor would wait for the device
         counts = torch.stack(self.counts).double() if self.counts else sums.new_full(sums.shape, 1)
         if self.weights is not None:

@@ -11,7 +11,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
-from fxpipe.runtime.batch.lengths import Lengths, cut, or_example
+from fxpipe.runtime.batch.lengths import Lengths, cut, or_example, stand_in
 from fxpipe.runtime.batch.outputs import Collected
 from fxpipe.runtime.program.bucket_verbs import REPLICAS, BucketVerbs
 from fxpipe.runtime.program.captured import key_of_step
@@ -69,8 +69,10 @@ class Runtime(BucketVerbs):
         of each replica; places: theirs."""
         replica = 0 if self.replicas is None else self.replicas.index
         self.numbers = [*map(len, of_replicas)]
-        self.sizes, self.places = of_replicas[replica], places[replica]
-        self.spec = spec.with_microbatches(len(self.sizes))
+        self.places = places[replica]
+        self.spec = spec.with_microbatches(self.numbers[replica])
+        # Without any it has one that stands in, as what others count of theirs.
+        self.sizes = of_replicas[replica] or or_example(spec, [None])
 
     def start(self) -> None:
         """Begin a step, also after one that failed."""
@@ -137,10 +139,19 @@ class Runtime(BucketVerbs):
         or of more steps, what all of them count for."""
         if not self.weighted:
             return sum(self.numbers) / len(self.numbers)
-        return self._weight or sum(weight for _, part in self.weighted for weight in part)
+        return self._weight or self.own_count
+
+    @property
+    def own_count(self) -> float:
+        """As ``microbatch_count``, of this replica alone."""
+        if not self.weighted:
+            return self.spec.microbatches
+        return sum(weight for _, part in self.weighted for weight in part)
 
     def microbatches(self, batch: object) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
+        if not self.spec.microbatches:
+            return [stand_in(self.spec, self.device)]
         return cut(self.spec, batch, self.sizes, self.spec.leaves[self.rank], self.device)
 
     def lengths(self, name: str) -> list[int]:
@@ -195,7 +206,7 @@ class Runtime(BucketVerbs):
         """
         parts: list[tuple[Sequence[Mapping[str, torch.Tensor]], Sequence[float]]]
         parts = [(self.microbatches(batch), weights) for batch, weights in self.weighted]
-        parts = parts or [(batches, [1.0] * len(batches))]
+        parts = parts or [(batches, [1.0 if self.spec.microbatches else 0.0] * len(batches))]
         each = [
             counts(batch, *(x[m] if isinstance(x, list) else x for x in constants))
             for part, _ in parts

@@ -126,7 +126,10 @@ class _Comparison:
         if not (before.any() or after.any()):
             return Change(Kind.ABSENT if any(self.written) else Kind.NOTHING)
         if torch.equal(before, after):
-            return Change(Kind.WRITTEN if any(self.written) and not self.norm_is_known else Kind.NOTHING)
+            # A script that divides by the number of steps does so by 1, too, and writes nothing else.
+            is_mean = self.steps == 1 and bool(self.means) and max(self.written) == 1
+            is_known = self.norm_is_known or is_mean or not any(self.written)
+            return Change(Kind.NOTHING if is_known else Kind.WRITTEN)
         factor = float(before @ after / before.square().sum())
         limit = abs(factor) * self.resolution * before.abs() + torch.finfo(self.gradients.dtype).tiny
         is_product = math.isfinite(factor) and bool(((after - factor * before).abs() <= limit).all())
@@ -458,7 +461,10 @@ _LEFT_OUT = (
 _REFUSED = {
     Kind.PARAMETERS: "changed parameters {between}, as SAM does.",
     Kind.GRADIENTS: "changed gradients {between}, and not all of them by one factor.",
-    Kind.WRITTEN: "written to gradients {between}, as torch's clip_grad_norm_ does even if it changes none.",
+    Kind.WRITTEN: (
+        "written to gradients {between}, as torch's clip_grad_norm_ does even if it changes none, and a "
+        "division by 1."
+    ),
 }
 _REMEDY = (
     "A rank has the gradients of its part of the model, and their norm is not the model's: clip with "

@@ -86,11 +86,12 @@ class BatchOrders:
         """What the order of a batch depends on; None of one whose microbatches are as the example."""
         spec = self.artifact.plan.step
         numbers = {len(lengths) for lengths, _ in replicas}
-        if spec.has_total and len(numbers) > 1:
+        if numbers == {0}:
+            raise BatchError("The list has 0 microbatches: give one or more.")
+        if spec.totals and 0 in numbers:
             raise BatchError(
-                f"Replicas have {_text(numbers)} microbatches, and the loss divides by a number of the "
-                "batch, which is that of as many: give each replica the same number of microbatches, or let "
-                "loss_fn return (sum, count)."
+                f"A replica has no microbatch, and with it no number {spec.totals[0]!r}, by which the loss "
+                "is divided: give it one whose labels are ignored, or let loss_fn return (sum, count)."
             )
         example = (*(each.example for each in spec.lengths), SHARES)
         places = self.places(replicas)
@@ -100,7 +101,10 @@ class BatchOrders:
         }
         if each_replica == {(example,) * spec.microbatches}:
             return None
-        return tuple(sorted(each_replica)), len(numbers) > 1 or any([*one] != sorted(one) for one in places)
+        # A replica without any does nothing in each place.
+        return tuple(sorted(each_replica - {()})), len(numbers) > 1 or any(
+            [*one] != sorted(one) for one in places
+        )
 
     def places(self, replicas: Batch) -> list[Sequence[int]]:
         """Of each replica the microbatch in each place of the order that all run: the largest in the first,

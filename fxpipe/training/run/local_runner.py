@@ -392,7 +392,7 @@ def _outputs_of(runtimes: Sequence[Runtime]) -> tuple[dict[str, torch.Tensor], L
     }
     listed: Listed = {}
     for rt in runtimes:
-        for name, values in rt.collected.in_order().items():
+        for name, values in rt.collected.in_order(rt.rank).items():
             listed.setdefault(name, []).extend(values)
     return collected, listed
 

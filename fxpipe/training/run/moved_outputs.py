@@ -21,7 +21,7 @@ def outputs_of(rt: Runtime, on: On, process: Process | None) -> tuple[dict[str, 
     """The outputs of the last step that this rank is to have, of its replica's rows, and those of the
     microbatches of a list.  Unless ``on`` is None, all ranks call it alike."""
     asked, microbatches = rt.collected, rt.spec.microbatches
-    computed, listed = asked.joined(rt.rank, microbatches), asked.in_order()
+    computed, listed = asked.joined(rt.rank, microbatches), asked.in_order(rt.rank)
     rt.collected = Collected()  # the caller alone keeps them
     if on is None or process is None:
         return computed, listed

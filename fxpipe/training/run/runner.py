@@ -248,12 +248,6 @@ class Runner(RankRunner):
                 return self.step(batch, looks)
             finally:
                 rt.weighted = ()
-        if spec.has_total:
-            raise BatchError(
-                f"The loss divides by a number of the batch, that of {spec.microbatches} microbatches, and "
-                f"{number_of(short.rows, 'row')} make fewer: drop the last ones, or let loss_fn return "
-                "(sum, count)."
-            )
         if len(short.steps) > 1 and rt.replicas is not None and rt.replicas.number > 1:
             raise BatchError(
                 f"{number_of(short.rows, 'row')} take {len(short.steps)} steps here, and perhaps another "
