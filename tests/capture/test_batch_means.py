@@ -15,6 +15,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.capture.rules import loss_tail
+from fxpipe.capture.trace import capture
 from fxpipe.errors import BatchError
 from fxpipe.ir.nodes import input_nodes
 
@@ -193,6 +194,25 @@ def compared(model: nn.Module, batch: Any, microbatches: int = 3, **options: Any
 def test_loss_is_that_of_the_whole_batch(loss):
     torch.manual_seed(0)
     compared(Model(loss).double(), batch_of(6))
+
+
+def test_a_divisor_of_many_ops_on_a_number_of_the_batch():
+    """Each of them on the two before: as many ways lead to the number as a Fibonacci number says."""
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, count):
+            before = count
+            for _ in range(60):
+                before, count = count, count + before * 0.1
+            return self.layer(x).square().sum() / count
+
+    example = torch.randn(ROWS, WIDTH), torch.tensor(12.0)
+    step = capture(Counted(), example, None, 0.5, torch.device("cpu"))
+    assert step.means.has_total
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it since 2.13")

@@ -63,8 +63,9 @@ class InRange(Reads):
 
 class Equal(Reads):
     def read(self, x, mask):
-        same = torch.equal(mask, torch.ones_like(mask)) and torch.allclose(self.table, torch.ones(WIDTH))
-        return x if same else -x
+        ones, table = torch.ones_like(mask), torch.ones(WIDTH)
+        same = torch.equal(mask, ones) and torch.allclose(self.table, table)
+        return x if same and mask.equal(ones) and self.table.allclose(table) else -x
 
 
 class Lengths(Reads):

@@ -18,7 +18,7 @@ from fxpipe.ir.builder import Calls, node_arg
 from fxpipe.ir.dims import dims_of
 from fxpipe.ir.graph import Kind, batch_mean
 from fxpipe.ir.nodes import input_nodes
-from fxpipe.ir.storage import argument, call_nodes, graph_outputs, may_draw_numbers
+from fxpipe.ir.storage import argument, call_nodes, graph_outputs, leading_to, may_draw_numbers
 
 aten = torch.ops.aten
 
@@ -136,11 +136,14 @@ class Tail:
     def _is_total(self, node: fx.Node) -> bool:
         """Whether a value is a number of the batch, without rows: that of the labels of all microbatches, or
         any other, where a sum over rows is divided by it; and what is computed of such numbers alone."""
-        if node.op == "placeholder":
-            value: torch.Tensor = node.meta["val"]
-            return node.meta["input"].kind is Kind.BATCH and not value.dim() and value.dtype is not torch.bool
-        inputs = input_nodes(node)
-        return bool(inputs) and node in self._same and all(map(self._is_total, inputs))
+        return node in self._same and all(
+            x.op == "placeholder"
+            and x.meta["input"].kind is Kind.BATCH
+            and x.meta["val"].dtype is not torch.bool
+            and not x.meta["val"].dim()
+            for x in leading_to([node])
+            if not input_nodes(x)
+        )
 
     def _sums_rows(self, division: fx.Node) -> bool:
         """Whether what is divided is a sum over rows, as of the losses of all labels."""
