@@ -44,8 +44,7 @@ class KeepsState(CaptureError):
 
 
 def is_mutating(node: fx.Node) -> bool:
-    schema = schema_of(node.target)
-    return schema is not None and schema.is_mutable
+    return bool(written(node.target))
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:

@@ -7,6 +7,7 @@ outputs.  Autograd adds the gradients of all uses of a value first: so these are
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -24,6 +25,7 @@ aten = torch.ops.aten
 _RESULT, _GRADIENT = "result_of", "gradient_of"
 #: What a node that replaces another one keeps of it.
 MARKS = (_RESULT, _GRADIENT)
+_Readers = tuple[dict[str, set[fx.Node]], dict[fx.Node, fx.Node]]
 
 
 def mark_results(values: object) -> None:
@@ -70,6 +72,7 @@ class GradientNames:
         self._values: dict[fx.Node, fx.Node | Named] = {**named, **values}
         self._uses = {seq: node for (seq, _), node in reversed(self._results.items())}
         self._short = short
+        self._read_by: dict[fx.Node, _Readers] = {}  # by the gradients of values
         self._summands = {node: [*_summands(node)] for node in self._values}
         self._sums = {summand: node for node, summands in self._summands.items() for summand in summands}
 
@@ -88,14 +91,24 @@ class GradientNames:
     def _via(self, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> str:
         """The use that a summand comes from: its module, if no other summand of the value comes from there,
         else its name in the module."""
-        total = self._sums[node]
-        summands = [x for x in self._summands[total] if self._sums[x] is total]
-        here = new[self._uses[origin_of(node).seq]]
-        others = [new[use] for x in summands if (use := self._use(x)) and use is not self._use(node)]
-        elsewhere = {text for other in others for text in self._texts(other)}
-        text = next((text for text in self._texts(here) if text not in elsewhere), here.name)
-        is_second = any(self._use(x) is self._use(node) and x < node for x in summands)  # of x * x
-        return text + ("_too" if is_second else "")
+        total, use = self._sums[node], self._uses[origin_of(node).seq]
+        if total not in self._read_by:
+            self._read_by[total] = self._readers(total, new)
+        by_text, first = self._read_by[total]
+        here = new[use]
+        text = next((text for text in self._texts(here) if len(by_text[text]) == 1), here.name)
+        return text if first[use] is node else f"{text}_too"  # of x * x
+
+    def _readers(self, total: fx.Node, new: Mapping[fx.Node, fx.Node]) -> _Readers:
+        """The uses of a value by the texts that may name them, and of each use its first summand."""
+        by_text, first = defaultdict[str, set[fx.Node]](set), dict[fx.Node, fx.Node]()
+        for summand in self._summands[total]:
+            use = self._use(summand) if self._sums[summand] is total else None
+            if use is not None:
+                first[use] = min(first.get(use, summand), summand)
+                for text in self._texts(new[use]):
+                    by_text[text].add(use)
+        return by_text, first
 
     def _texts(self, use: fx.Node) -> tuple[str, str]:
         """The last part of the path of a use's module, and the use's name in the module."""

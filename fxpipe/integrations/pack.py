@@ -13,6 +13,7 @@ import contextlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
+from itertools import islice
 from typing import Any, overload
 
 import torch
@@ -314,31 +315,30 @@ class PackedSteps(Sampler[list[int]]):
         self.step_tokens = most * (microbatches or 0) if step_tokens is None else step_tokens
         self.cost, self.replica, self.replicas, self.seed = cost, replica, replicas, seed
         self.epoch, self.step = 0, 0
+        self._taken = 0  # samples of the epoch that its steps have had
 
     def __iter__(self) -> Iterator[list[int]]:
-        begun = self.step
-        for number, step in enumerate(self._steps()):
-            if number < begun:
-                continue
-            self.step = number + 1
+        for step, taken in self._steps(self._taken):
+            self.step, self._taken = self.step + 1, taken
             yield step
-        self.epoch, self.step = self.epoch + 1, 0
+        self.epoch, self.step, self._taken = self.epoch + 1, 0, 0
 
-    def _steps(self) -> Iterator[list[int]]:
+    def _steps(self, taken: int) -> Iterator[tuple[list[int], int]]:
+        """The steps behind these samples of the epoch, each with the number of samples up to its end."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        while order:
-            most = self.step_tokens * self.replicas
-            total = count = 0
-            while count < len(order) and total + self.lengths[order[count]] <= most:
-                total += self.lengths[order[count]]
-                count += 1
-            while count and (step := self._fitting(order[:count])) is None:
-                count -= 1
-            if not count or step is None:
+        most = self.step_tokens * self.replicas
+        while taken < len(order):
+            total, end = 0, taken
+            while end < len(order) and total + self.lengths[order[end]] <= most:
+                total += self.lengths[order[end]]
+                end += 1
+            while end > taken and (step := self._fitting(order[taken:end])) is None:
+                end -= 1
+            if end == taken or step is None:
                 return
-            yield step
-            order = order[count:]
+            taken = end
+            yield step, taken
 
     def _fitting(self, samples: Sequence[int]) -> list[int] | None:
         """This replica's samples of a step; None if they do not fit on any replica."""
@@ -361,7 +361,8 @@ class PackedSteps(Sampler[list[int]]):
         return len(assigned(lengths, self.tokens, self.microbatches, self.cost))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "step": self.step, "seed": self.seed, "of": self._digest()}
+        numbers = {"epoch": self.epoch, "step": self.step, "taken": self._taken, "seed": self.seed}
+        return {**numbers, "of": self._digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises OptionError for the state of other samples or options, by which it would say other steps."""
@@ -371,6 +372,9 @@ class PackedSteps(Sampler[list[int]]):
                 "replicas: make PackedSteps as it was, or begin without the state."
             )
         self.epoch, self.step, self.seed = (int(state[name]) for name in ("epoch", "step", "seed"))
+        # A state of earlier versions does not say it.
+        before = islice(self._steps(0), self.step if "taken" not in state else 0)
+        self._taken = int(state.get("taken", max((taken for _, taken in before), default=0)))
 
     def _digest(self) -> str:
         """What the steps follow from, beside the seed, in a few letters."""

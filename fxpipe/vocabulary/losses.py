@@ -220,17 +220,16 @@ def _is_slope(node: fx.Node, logsum: fx.Node) -> bool:
 
 def _without(gradient: fx.Node, other: fx.Node) -> list[fx.Node] | None:
     """The summands of a gradient but for the negative of another one; None if that is not among them."""
-    gradient, other = viewed(gradient), viewed(other)
-    for one, two in ((gradient, other), (other, gradient)):
-        if one.target is aten.neg.default and viewed(node_arg(one, 0)) is two:
-            return []
-    if gradient.target is not aten.add.Tensor or gradient.kwargs:
-        return None
-    summands = [node_arg(gradient, k) for k in (0, 1)]
-    for one, two in (summands, reversed(summands)):
-        left = _without(one, other)
-        if left is not None:
-            return [*left, two]
+    other = viewed(other)
+    todo: list[tuple[fx.Node, list[fx.Node]]] = [(gradient, [])]
+    while todo:  # no recursion: a value has a summand for each of its uses
+        summand, left = viewed(todo[-1][0]), todo.pop()[1]
+        for one, two in ((summand, other), (other, summand)):
+            if one.target is aten.neg.default and viewed(node_arg(one, 0)) is two:
+                return left
+        if summand.target is aten.add.Tensor and not summand.kwargs:
+            first, second = (node_arg(summand, k) for k in (0, 1))
+            todo += [(second, [first, *left]), (first, [second, *left])]
     return None
 
 

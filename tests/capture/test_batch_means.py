@@ -15,8 +15,10 @@ from torch import nn
 
 import fxpipe
 from fxpipe.capture.rules import loss_tail
+from fxpipe.capture.trace import capture
 from fxpipe.errors import BatchError
 from fxpipe.ir.nodes import input_nodes
+from fxpipe.ir.storage import call_nodes
 
 ROWS, LENGTH, WORDS, WIDTH = 2, 5, 12, 8
 Loss = Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
@@ -193,6 +195,25 @@ def compared(model: nn.Module, batch: Any, microbatches: int = 3, **options: Any
 def test_loss_is_that_of_the_whole_batch(loss):
     torch.manual_seed(0)
     compared(Model(loss).double(), batch_of(6))
+
+
+def test_a_divisor_of_many_ops_on_a_number_of_the_batch():
+    """Each of them on the two before: as many ways lead to the number as a Fibonacci number says."""
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, count):
+            before = count
+            for _ in range(60):
+                before, count = count, count + before * 0.1
+            return self.layer(x).square().sum() / count
+
+    example = torch.randn(ROWS, WIDTH), torch.tensor(12.0)
+    step = capture(Counted(), example, None, 0.5, torch.device("cpu"))
+    assert step.means.has_total
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it since 2.13")
@@ -899,3 +920,16 @@ def test_parts_of_a_divisor_are_looked_at_once(monkeypatch):
     options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
     pipe = fxpipe.compile(Logits(None), example, loss_fn=loss_fn, **options)
     assert len(pipe.plan.batch_means) == 1
+
+
+def test_the_losses_of_many_tokens_are_found_in_linear_time(monkeypatch):
+    """As where a loop adds one up for each: the backward of each is looked up, not searched for."""
+    looks = []
+    monkeypatch.setattr(loss_tail, "call_nodes", lambda graph: looks.append(graph) or call_nodes(graph))
+
+    def of_each_token(logits, y, more):
+        return sum(F.cross_entropy(logits[:, k], y[:, k]) for k in range(LENGTH)) / LENGTH
+
+    step = capture(Model(of_each_token), batch_of(4), None, 0.5, torch.device("cpu"))
+    assert len(step.means.exact) == 1  # the line of all of them
+    assert len(looks) <= 4

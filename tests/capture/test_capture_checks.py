@@ -13,6 +13,8 @@ from torch import nn
 from zoo import captured_once
 
 import fxpipe
+from fxpipe.capture.reads import example
+from fxpipe.capture.trace import capture
 
 WIDTH = 8
 
@@ -63,8 +65,9 @@ class InRange(Reads):
 
 class Equal(Reads):
     def read(self, x, mask):
-        same = torch.equal(mask, torch.ones_like(mask)) and torch.allclose(self.table, torch.ones(WIDTH))
-        return x if same else -x
+        ones, table = torch.ones_like(mask), torch.ones(WIDTH)
+        same = torch.equal(mask, ones) and torch.allclose(self.table, table)
+        return x if same and mask.equal(ones) and self.table.allclose(table) else -x
 
 
 class Lengths(Reads):
@@ -756,3 +759,10 @@ def test_checks_of_the_backward_that_are_the_same():
             return y * torch.cat([nothing, x.sum()[None]])
 
     assert_equals_eager(Puts, batch, ranks=2, schedule="zb-h1")
+
+
+def test_a_read_looks_only_at_what_leads_to_the_value():
+    """Of ops elsewhere in a long trace it would take the square of their number."""
+    with mock.patch.object(example, "overwritten", wraps=example.overwritten) as looked_at:
+        capture(AllOfAMask(), batch(2), None, 1.0, torch.device("cpu"))
+    assert not looked_at.called

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe.capture.gradient_names import root
+from fxpipe.capture.gradient_names import GradientNames, root
 from fxpipe.capture.trace import capture
 from fxpipe.ir.node_names import Gradient
 from fxpipe.ir.storage import call_nodes, graph_outputs
@@ -182,3 +182,21 @@ def test_transposes_that_undo_each_other_are_passed_once():
     for _ in range(101):
         ways.append(graph.call_function(torch.ops.aten.t.default, (ways[-1],)))
     assert [root(node) for node in ways] == [*ways[:2]] * 51
+
+
+class Recurrent(Layers):
+    def forward(self, x):
+        for _ in range(30):
+            x = self.between(self, x)
+        return x.square().sum()
+
+
+def test_the_time_to_name_summands_is_linear_in_the_uses_of_a_value(monkeypatch):
+    """As of the weights of a recurrent layer over many tokens."""
+    looked_at = []
+    texts = GradientNames._texts
+    monkeypatch.setattr(GradientNames, "_texts", lambda self, use: looked_at.append(use) or texts(self, use))
+    graph = capture(Recurrent(residual), example(), None, SCALE, torch.device("cpu")).graph
+    summands = [gradient for gradient in gradients(graph).values() if gradient.via]
+    assert len(summands) > 100
+    assert len(looked_at) <= 3 * len(summands)

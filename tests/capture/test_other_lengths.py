@@ -55,13 +55,17 @@ def step_of(function: Callable[[torch.Tensor], torch.Tensor]) -> fxpipe.Pipeline
         return fxpipe.compile(Net(function), (x,), ranks=1, microbatches=2, dimensions={"time": LENGTH})
 
 
-@pytest.mark.in_ci("any", "branch")
+@pytest.mark.in_ci("any", "branch", "bits", "rounded")
 @pytest.mark.parametrize(
     ("function", "lengths"),
     [
         pytest.param(lambda x: x.cumsum(1) / x.shape[1], (2, LENGTH, 1), id="any"),
         pytest.param(halves, (8, LENGTH, 8), id="floor division"),
         pytest.param(above_twelve, (16, LENGTH, 1), id="branch"),
+        pytest.param(lambda x: x.tanh() if x.shape[1] & ~1 == 26 else x, (8, LENGTH, 8), id="bits"),
+        pytest.param(
+            lambda x: x.tanh() if math.ceil(x.shape[1] / 2) == 13 else x, (8, LENGTH, 8), id="rounded"
+        ),
     ],
 )
 def test_lengths_that_a_step_takes(function, lengths):
@@ -89,7 +93,7 @@ def test_a_length_that_is_too_short_costs_one_trace():
     assert not traced & {16 + 1, 17 + 1}  # between 2 or 4 and the longest
 
 
-@pytest.mark.in_ci("constant")
+@pytest.mark.in_ci("constant", "quotient")
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -99,6 +103,8 @@ def test_a_length_that_is_too_short_costs_one_trace():
         pytest.param(
             multiples_of_five, r"compares a length at .*test_other_lengths.py:\d+ in a way", id="branch"
         ),
+        # It decides otherwise for lengths in between alone, of which none is traced.
+        pytest.param(lambda x: x.tanh() if 13 <= x.shape[1] / 2 < 14 else x, "otherwise", id="quotient"),
         pytest.param(
             short_and_branching,
             r"compares a length at .*test_other_lengths.py:\d+, and decides otherwise for time \d+ than for "

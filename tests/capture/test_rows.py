@@ -847,6 +847,20 @@ def test_one_row_is_traced_again_where_an_op_may_do_another_thing_with_two(name,
     assert again.call_count == 1 + traces
 
 
+def test_a_leaf_without_rows():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, nothing):
+            return self.layer(x).square().mean() + nothing.sum()
+
+    model, batch = Both(), (torch.randn(2, WIDTH), torch.zeros(0, 3))
+    pipe = fxpipe.compile(model, batch, ranks=1, microbatches=1, schedule="1f1b")
+    torch.testing.assert_close(pipe.run_local(batch).loss, model(*batch).detach())
+
+
 def test_families_of_a_torch_without_one_of_their_ops():
     """torch 2.14 has no ``aten.cholesky``; each other name is that of an op."""
     text = Path(families.__file__).read_text()

@@ -68,7 +68,7 @@ def test_table_and_picture(capsys, tmp_path, monkeypatch):
     rows = {cells[1].strip(" *"): cells for line in out.splitlines() if len(cells := line.split("│")) > 4}
     assert [cell.strip() for cell in rows["1f1b"][2:8]] == ["1", "plain", "33.33%", "33.33%", "4", "25.2"]
     assert [cell.strip() for cell in rows["zb-v"][2:4]] == ["–", "–"]
-    assert "zb-v: schedule zb-v has 2 stages per rank, not 1" in out
+    assert "zb-v: schedule zb-v has 2 stages per rank in v placement, not 1" in out
     assert f"drawn: {picture}" in out
     drawn = set(re.findall(r"<title>([^:]+): ", picture.read_text()))
     assert {"gpipe", "1f1b", "zb-h1", "zb-h2", "auto"} <= drawn

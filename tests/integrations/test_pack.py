@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -210,6 +211,22 @@ def test_steps_have_each_sample_once_and_go_on_as_before():
     resumed.load_state_dict(again.state_dict())
     assert [*resumed] == first[2:]
     assert [*resumed] == second
+    of_earlier, _ = steps()
+    of_earlier.load_state_dict({name: x for name, x in again.state_dict().items() if name != "taken"})
+    assert [*of_earlier] == first[2:]
+
+
+def test_a_run_goes_on_without_the_steps_before(monkeypatch):
+    """Near the end of an epoch these would take minutes, on all ranks."""
+    sampler, _ = steps()
+    *_, last = islice(sampler, 5)
+    resumed, _ = steps()
+    resumed.load_state_dict(sampler.state_dict())
+    tried = []
+    monkeypatch.setattr(resumed, "_fitting", lambda samples: tried.append(samples) or [*samples])
+    next(iter(resumed))
+    assert len(tried) == 1
+    assert set(tried[0]).isdisjoint(last)
 
 
 @pytest.mark.parametrize("change", [{"lengths": [3, 5, 7]}, {"cost": (1.0, 0.5)}, {"replicas": 2}])

@@ -10,7 +10,7 @@ import fxpipe
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.storage import call_nodes
 from fxpipe.passes.captured.identities import RULES
-from fxpipe.passes.captured.simplify import simplify
+from fxpipe.passes.captured.simplify import rewrite, simplify
 
 aten = torch.ops.aten
 INF = float("inf")
@@ -277,3 +277,14 @@ def test_a_large_value_is_kept_for_a_small_copy_if_the_backward_needs_it_anyway(
     for uses_all, clones in ((True, 0), (False, 1)):
         pipe = fxpipe.compile(Part(uses_all), (torch.ones(4, 8),), ranks=1, microbatches=1, schedule="1f1b")
         assert sum(n.target is aten.clone.default for n in call_nodes(pipe.graph)) == clones
+
+
+def test_a_long_chain_of_ops_without_use_is_erased():
+    graph = fx.Graph()
+    x = unused = graph.placeholder("x")
+    for _ in range(1500):
+        unused = graph.call_function(aten.sin.default, (unused,))
+    both = graph.call_function(aten.add.Tensor, (x, unused))
+    graph.output(both)
+    rewrite(both, x)
+    assert [node.op for node in graph.nodes] == ["placeholder", "output"]

@@ -62,7 +62,7 @@ class Case:
 def cases(ranks: Sequence[int], microbatches: Sequence[int]) -> Iterator[Case]:
     """All that families have."""
     for family, (stages, placement) in product(FAMILIES, STAGES):
-        if FAMILIES[family].has(stages, placement):
+        if stages in FAMILIES[family].chunks_in(placement):
             yield from (
                 Case(family, stages, placement, *others, share)
                 for *others, share in product(VOCABULARIES, (False, True), ranks, microbatches, SHARES)

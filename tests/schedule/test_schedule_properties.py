@@ -31,7 +31,7 @@ TIMES = st.floats(0, 4).map(lambda time: round(time, 2))
 def problems(draw, names=tuple(FAMILIES), limited=False) -> tuple[Schedule, Costs, float | None]:
     """A schedule, its costs and the memory limit that it was made for."""
     family = FAMILIES[draw(st.sampled_from(names))]
-    kinds = [(v, shape) for v in (1, 2) for shape in ("plain", "v") if family.has(v, shape)]
+    kinds = [(v, shape) for v in (1, 2) for shape in ("plain", "v") if v in family.chunks_in(shape)]
     chunks, shape = draw(st.sampled_from(kinds))
     ranks, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     stages = ranks * chunks
@@ -174,7 +174,7 @@ def test_receive_buffers_live_for_two_ops_at_most_in_a_plain_chain(ranks, microb
 def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
     """With heads, and at times lookups, of any costs; the limit is for the activations of all stages."""
     family = FAMILIES[draw(st.sampled_from(tuple(FAMILIES)))]
-    kinds = [(v, shape) for v in (1, 2) for shape in ("plain", "v") if family.has(v, shape)]
+    kinds = [(v, shape) for v in (1, 2) for shape in ("plain", "v") if v in family.chunks_in(shape)]
     chunks, shape = draw(st.sampled_from(kinds))
     ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 8))
     body = chain([StageCost(draw(TIMES), draw(TIMES), draw(TIMES), 1.0, 0.5)] * ranks * chunks, draw(TIMES))

@@ -115,10 +115,9 @@ def test_what_does_not_fit_is_left_out():
     assert all(t.seconds is None for t in found.tried if t.why)
 
 
-def test_a_family_that_cannot_be_built_is_named():
+def test_a_family_is_tried_only_in_placements_that_it_has():
     found = search([Problem(2, 2, 4, "v", costs(2, 4), per_rank(None, 2))], effort=0.01)
-    why = {row.schedule: row.why for row in found.tried}
-    assert why["1f1b"] == "schedule 1f1b: in V placement it has 2 stages per rank, not 4"
+    assert {row.schedule for row in found.tried} == {"gpipe", "zb"}
 
 
 def test_each_problem_has_its_own_limit():

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 from word_losses import MICROBATCHES, ROWS, WORDS, Words, by_two, compiled, data, plain, smoothed
 
 from fxpipe.errors import FxpipeError
+from fxpipe.vocabulary.losses import _without
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -168,3 +170,14 @@ def test_a_label_that_is_no_word_is_an_error(settings):
     batch["labels"][-1, -1] = -100
     with pytest.raises((FxpipeError, IndexError, RuntimeError), match=r"out of bounds|out of range|-100"):
         pipe.run_local(batch)
+
+
+def test_a_gradient_with_a_summand_for_each_of_many_uses():
+    graph = fx.Graph()
+    other = graph.placeholder("other")
+    summands = [graph.placeholder(f"x{k}") for k in range(1500)]
+    total = graph.call_function(torch.ops.aten.neg.default, (other,))
+    for summand in summands:
+        total = graph.call_function(torch.ops.aten.add.Tensor, (total, summand))
+    assert _without(total, other) == summands
+    assert _without(total, total) is None

@@ -16,7 +16,7 @@ from fxpipe.schedule.ops import Phase
 MICROBATCHES, ROWS = 5, 2
 MESSAGE = 8 * ROWS * WIDTH  # bytes, in double precision
 NAMED = tuple(
-    (name, v) for name, family in FAMILIES.items() for v in (1, 2) if family.has(v, family.placement)
+    (name, v) for name, family in FAMILIES.items() for v in (1, 2) if v in family.chunks_in(family.placement)
 )
 
 

@@ -21,14 +21,13 @@ _Group = Any  # torch.distributed.ProcessGroup, which a build without it lacks
 _OPS: Any = torch.ops._c10d_functional
 
 
-class _Ended:
+class Ended:
     """What a collective with ``async_op=True`` returns: it has ended."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
+    is_completed = is_success = wait
 
 
 @contextlib.contextmanager
@@ -45,10 +44,10 @@ def functional_collectives() -> Iterator[None]:
             setattr(group_type, name, method)
 
 
-def _traced(name: str) -> Callable[..., _Ended]:
+def _traced(name: str) -> Callable[..., Ended]:
     collective = _COLLECTIVES[name]
 
-    def call(group: _Group, *arguments: Any, **options: Any) -> _Ended:
+    def call(group: _Group, *arguments: Any, **options: Any) -> Ended:
         if collective is None:
             raise CaptureError(
                 f"The model calls {name.replace('_', ' ').strip()} of torch.distributed, which the lanes of "
@@ -56,7 +55,7 @@ def _traced(name: str) -> Callable[..., _Ended]:
             )
         with torch.no_grad():  # as in eager, autograd does not see that the tensor changes
             collective(group, *arguments, *options.values())
-        return _Ended()
+        return Ended()
 
     return call
 

@@ -25,7 +25,7 @@ class NumberOfData:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The class of the number, for isinstance."""
-        return complex if self._tensor.is_complex() else float
+        return float
 
     def __getattr__(self, name: str) -> object:
         if hasattr(float, name):

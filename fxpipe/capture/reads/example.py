@@ -7,6 +7,7 @@ Only the ops that lead to the value are run, including in-place ops on it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from fxpipe.capture.reads.branches import question
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
-from fxpipe.ir.storage import draws_numbers
+from fxpipe.ir.nodes import call_targets
+from fxpipe.ir.storage import draws_numbers, written
 
 aten = torch.ops.aten
 
@@ -78,7 +80,7 @@ class Example:
         """
         needed, val = _needed(node), node.meta["val"]
         rows = val.shape[-2] if val.dim() > 1 else 0
-        large = {n: None for n in node.graph.nodes if n in needed and _elements(n) > BLOCK}
+        large: dict[Any, None] = {n: None for n in sorted(needed) if _elements(n) > BLOCK}
         if not all(_is_by_rows(n, rows) for n in large) or any(map(is_mutating, needed)):
             yield self.value(node, root, place)[0]
             return
@@ -185,9 +187,8 @@ def _run(
 ) -> Any:
     """The node's value.  values: known values, to which those that lead to it are added."""
     writes = any(is_mutating(n) for n in needed)
-    for n in node.graph.nodes:
-        if n not in needed or n in values:
-            continue
+    n: Any
+    for n in sorted(needed - values.keys()):
         if n.op == "call_function":
             kwargs = {**fx.map_arg(n.kwargs, values.get)}
             if kwargs.get("device") == _META:  # of a model without values, whose constants have some
@@ -202,14 +203,18 @@ def _run(
 def _needed(node: fx.Node, at: fx.Node | None = None) -> set[fx.Node]:
     """The ops that lead to a node, with those that write to its memory or to their inputs: before ``at``, or
     all of them up to now, as an older view sees what was written after it was made."""
-    needed, roots = {node}, {_memory(node)}
-    node = next(iter(reversed(node.graph.nodes))) if at is None else at.prev
-    while node.op != "root":
-        if node in needed or any(_memory(x) in roots for x in overwritten(node)):
-            needed.add(node)
-            needed.update(node.all_input_nodes)
-            roots.update(map(_memory, node.all_input_nodes))
-        node = node.prev
+    graph, writes = node.graph, defaultdict[fx.Node, list[fx.Node]](list)
+    for target in filter(written, call_targets(graph)):  # few of many ops, which are not looked at one by one
+        for op in graph.find_nodes(op="call_function", target=target):
+            for x in overwritten(op):
+                writes[_memory(x)].append(op)
+    needed, todo = set[fx.Node](), [(node, at)]
+    while todo:
+        value, reader = todo.pop()
+        before = (op for op in writes.get(_memory(value), ()) if reader is None or op < reader)
+        for op in {value, *before} - needed:
+            needed.add(op)
+            todo += ((x, op) for x in op.all_input_nodes)
     return needed
 
 

@@ -84,26 +84,52 @@ class _ReadSize(int):
     __hash__ = int.__hash__
 
 
-def _compared(sign: str) -> Callable[[_ReadSize, object], object]:
-    def compare(self: _ReadSize, other: object) -> object:
+class _ReadRatio(float):
+    """A size that is divided by a number, to be compared or rounded."""
+
+    reads: LengthReads
+    exact: Fraction
+
+
+def _exact(number: float) -> Fraction:
+    return number.exact if isinstance(number, _ReadRatio) else Fraction(number)
+
+
+def _compared(sign: str) -> Callable[..., object]:
+    def compare(self: _ReadSize | _ReadRatio, other: object) -> object:
         if isinstance(other, int) or (isinstance(other, float) and math.isfinite(other)):
-            self.reads.note(sign, int(self) - Fraction(other))
-        # As a plain number, which notes nothing once more.
-        return SIGNS[sign](int(self), int(other) if isinstance(other, _ReadSize) else other)
+            self.reads.note(sign, _exact(self) - _exact(other))
+        # As plain numbers, which note nothing once more.
+        one, two = (int(x) if isinstance(x, _ReadSize) else x for x in (self, other))
+        return SIGNS[sign](*(float(x) if isinstance(x, _ReadRatio) else x for x in (one, two)))
 
     return compare
 
 
-def _computed(method: str) -> Callable[..., object]:
-    def compute(self: _ReadSize, *others: object) -> object:
-        result = getattr(int, method)(self, *others)
+def _computed(of: type, method: str) -> Callable[..., object]:
+    def compute(self: Any, *others: object) -> object:
+        result = getattr(of, method)(self, *others)
         return _ReadSize(result, self.reads) if type(result) is int else result
 
     return compute
 
 
+def _divided(size: _ReadSize, by: Any) -> object:
+    result = int.__truediv__(size, by)
+    if type(result) is not float:
+        return result
+    ratio = _ReadRatio(result)
+    ratio.reads, ratio.exact = size.reads, Fraction(int(size)) / Fraction(int(by))
+    return ratio
+
+
+_ReadSize.__truediv__ = _divided  # type: ignore[assignment]
+_ReadRatio.__hash__ = float.__hash__  # type: ignore[method-assign]
 for _sign, _name in zip(SIGNS, ("eq", "ne", "lt", "le", "gt", "ge"), strict=True):
     setattr(_ReadSize, f"__{_name}__", _compared(_sign))
-_BINARY = "add", "sub", "mul", "floordiv", "mod", "pow"
+    setattr(_ReadRatio, f"__{_name}__", _compared(_sign))
+_BINARY = "add", "sub", "mul", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), "neg", "abs"):
-    setattr(_ReadSize, f"__{_name}__", _computed(f"__{_name}__"))
+    setattr(_ReadSize, f"__{_name}__", _computed(int, f"__{_name}__"))
+for _name in ("ceil", "floor", "round", "trunc"):
+    setattr(_ReadRatio, f"__{_name}__", _computed(float, f"__{_name}__"))

@@ -85,9 +85,9 @@ class TensorReads(TorchFunctionMode):
             return self._numpy(args[0])
         if func is torch.Tensor.__deepcopy__:
             return _copied(*args)
-        if func is torch.allclose:
+        if func in (torch.allclose, torch.Tensor.allclose):
             return bool(torch.isclose(*args, **kwargs).all())
-        if func is torch.equal:
+        if func in (torch.equal, torch.Tensor.equal):
             return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
         if func in _FROM_DATA and _has_tensors(args, func is torch.tensor):
             return _stacked(args[0]).to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})

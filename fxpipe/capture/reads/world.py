@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fxpipe.capture.lanes.collectives import Ended
 from fxpipe.capture.provenance import Provenance
 from fxpipe.errors import CaptureError
 from fxpipe.ir.compat import pytree
@@ -107,18 +108,9 @@ def _collective(name: str) -> Callable[..., object]:
         if name in _COPIES:
             for to, source in zip(*map(pytree.tree_leaves, args[:2]), strict=True):
                 to.copy_(source.reshape(to.shape))
-        return _Done()
+        return Ended()
 
     return run
-
-
-class _Done:
-    """The handle of a collective that has ended."""
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
-
-    is_completed = is_success = wait
 
 
 for _name in {*dir(_ProcessGroup)} - {*vars(World)}:

@@ -106,7 +106,7 @@ class RowAnalysis(Flow):
         lengths = {n: n.meta["val"].shape[0] for n in leaves if n.meta["val"].dim()}
         ops = call_nodes(graph)
         on_lanes = any("c10d" in getattr(n.target, "namespace", "") for n in ops)
-        super().__init__(min(lengths.values(), default=1), on_lanes, constants)
+        super().__init__(min(filter(None, lengths.values()), default=1), on_lanes, constants)
         self._ops = [n for n in ops if not n.meta["origin"].backward]
         changed = graph_outputs(graph).buffers
         for node in graph.find_nodes(op="placeholder"):
@@ -115,7 +115,7 @@ class RowAnalysis(Flow):
             rows = SAME
             if node in lengths:
                 inner, rest = divmod(lengths[node], self.rows)
-                rows = LOST if rest else each([Place(0, 1, inner)])
+                rows = LOST if rest or not inner else each([Place(0, 1, inner)])
             self.of[node] = rows._replace(is_data=is_data)
             if kind is Kind.KEY or name in changed:
                 self.changing.add(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -75,6 +76,10 @@ class Tail:
         self.apart: dict[fx.Node, str] = {}
         self.odd: list[fx.Node] = []
         self.totals = frozenset[str]()
+        self._differentiate = defaultdict[int | None, list[fx.Node]](list)
+        for node in call_nodes(graph):
+            if node.meta["origin"].backward:
+                self._differentiate[node.meta["origin"].seq].append(node)
         loss = graph_outputs(graph).loss
         todo = [] if loss is None else [loss]
         while todo:
@@ -237,12 +242,8 @@ class Tail:
         seq = node.meta["origin"].seq
         return tuple(
             (other, place)
-            for other in call_nodes(self.graph)
-            if seq is not None
-            and other.target in targets
-            and other.meta["origin"].backward
-            and other.meta["origin"].seq == seq
-            and (targets is BACKWARDS or other.args[place] in self.rows)
+            for other in (() if seq is None else self._differentiate[seq])
+            if other.target in targets and (targets is BACKWARDS or other.args[place] in self.rows)
         )
 
 

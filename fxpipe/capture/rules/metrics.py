@@ -98,5 +98,5 @@ def _divides_alike(node: fx.Node, analysis: RowAnalysis, leaves: Mapping[str, An
     if not isinstance(divisor, fx.Node):
         return False
     sums = [x for x in leading_to([divisor]) if packet_of(x) in (aten.sum, aten.mean)]
-    values = [analysis.computed(node_arg(x, 0), in_example) for x in sums]
+    values = (analysis.computed(node_arg(x, 0), in_example) for x in sums)
     return bool(sums) and all(x is not None and bool((x == x.flatten()[0]).all()) for x in values)

@@ -59,8 +59,13 @@ def rewrite(node: fx.Node, instead: Instead) -> None:
     elif instead is not None:
         node.replace_all_uses_with(instead)
         before = [node]
-    for source in before:
-        _drop(source)
+    # An op whose last user goes is dead then, too.
+    dead = [source for source in before if _is_dead(source)]
+    while dead:
+        source = dead.pop()
+        sources = source.all_input_nodes
+        source.graph.erase_node(source)
+        dead += filter(_is_dead, sources)
 
 
 def _operands(instead: Instead, labels: dict[fx.Node, int]) -> list[int]:
@@ -69,10 +74,5 @@ def _operands(instead: Instead, labels: dict[fx.Node, int]) -> list[int]:
     return operands
 
 
-def _drop(node: fx.Node) -> None:
-    """Erase an op without users, and the operands that have none then."""
-    if node.op == "call_function" and not node.users:
-        sources = node.all_input_nodes
-        node.graph.erase_node(node)
-        for source in sources:
-            _drop(source)
+def _is_dead(node: fx.Node) -> bool:
+    return node.op == "call_function" and not node.users

@@ -29,15 +29,16 @@ from fxpipe.schedule.simulation.memory import rank_over
 class Family:
     """A named schedule: built by ``function``, or searched under a memory limit.
 
-    ``chunks`` and ``shapes``: the stages per rank and the placements that it supports; the first of each is
-    the default.
+    ``chunks`` and ``in_v``: the stages per rank that it has in plain placement, and in V placement; the first
+    is the default.
     """
 
     name: str
     function: Callable[[Problem], RankOps] | None
     summary: str
     chunks: tuple[int, ...] | range = range(1, 1024)
-    shapes: tuple[str, ...] = ("plain", "v")
+    in_v: tuple[int, ...] | None = None
+    """None: as many as in plain placement."""
     limit: Callable[[int], float] | None = None
     """The limit of the search, in M_B, given the number of ranks."""
     default_limit: Callable[[int], float] | None = None
@@ -62,19 +63,20 @@ class Family:
 
     @property
     def stages_per_rank(self) -> int:
-        return self.chunks[0]
+        return self.chunks_in(self.placement)[0]
 
     @property
     def placement(self) -> str:
-        return self.shapes[0]
+        return "plain" if self.chunks else "v"
 
     def limited(self, problem: Problem) -> Problem:
         """The problem under the limit of the family."""
         limit = self.limit or (None if problem.is_limited else self.default_limit)
         return problem if limit is None else problem.capped_to(limit(problem.ranks))
 
-    def has(self, stages_per_rank: int, placement: str) -> bool:
-        return stages_per_rank in self.chunks and (stages_per_rank == 1 or placement in self.shapes)
+    def chunks_in(self, placement: str) -> tuple[int, ...] | range:
+        """The stages per rank that it has in a placement."""
+        return self.chunks if placement == "plain" or self.in_v is None else self.in_v
 
 
 def gpipe(problem: Problem) -> RankOps:
@@ -98,7 +100,7 @@ def gpipe(problem: Problem) -> RankOps:
 
 def one_f_one_b(problem: Problem) -> RankOps:
     if problem.is_v:
-        return _v_fb_order(problem, OpKind.BW)
+        return fb_orders.zero_bubble_v(problem.ranks, problem.microbatches, OpKind.BW)
     most = partial(most_of_1f1b, problem)
     return fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.BW, most)
 
@@ -121,7 +123,6 @@ def zb_h1(problem: Problem) -> RankOps:
     every rank holds p·v chunks.  V placement: W ops fill the bubbles that the costs leave.
     """
     if problem.is_v:
-        _check_two_in_v(problem)
         return problem.fastest(zb_v_orders(problem)).ops
     p, v = problem.ranks, problem.stages_per_rank
     return delay_weights(
@@ -144,16 +145,6 @@ def dual_pipe_v(problem: Problem) -> RankOps:
     return fb_orders.dual_pipe_v(problem.ranks, problem.microbatches)
 
 
-def _v_fb_order(problem: Problem, backward: OpKind) -> RankOps:
-    _check_two_in_v(problem)
-    return fb_orders.zero_bubble_v(problem.ranks, problem.microbatches, backward)
-
-
-def _check_two_in_v(problem: Problem) -> None:
-    if problem.stages_per_rank != 2:
-        raise ScheduleError(f"in V placement it has 2 stages per rank, not {problem.stages_per_rank}")
-
-
 def _p_microbatches(problem: Problem, rank: int) -> int:
     return problem.ranks * problem.stages_per_rank
 
@@ -162,8 +153,8 @@ def _all_microbatches(problem: Problem, rank: int) -> int:
     return problem.microbatches * problem.stages_per_rank
 
 
-_CHUNKS = (range(2, 1024), ("plain",))
-_TWO_IN_V = ((2,), ("v",))
+_CHUNKS = (range(2, 1024), ())
+_TWO_IN_V = ((), (2,))
 
 SEARCHED = "zb"
 """The family that ``auto`` searches in place of all searched families: the others are cases of it."""
@@ -183,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             "1f1b",
             one_f_one_b,
             "one forward, one backward (2104.04473): at most p · M_B",
+            in_v=(1, 2),
             joins=True,
             most=most_of_1f1b,
         ),
@@ -210,7 +202,11 @@ FAMILIES: dict[str, Family] = {
             most=_all_microbatches,
         ),
         Family(
-            "zb-h1", zb_h1, "backward split, W delayed (2401.10241): at most p · M_B", most=_p_microbatches
+            "zb-h1",
+            zb_h1,
+            "backward split, W delayed (2401.10241): at most p · M_B",
+            in_v=(1, 2),
+            most=_p_microbatches,
         ),
         Family(
             "zb-h2",

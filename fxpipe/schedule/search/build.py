@@ -99,11 +99,14 @@ def _check_family(family: Family, problem: Problem) -> None:
         if number < 1:
             raise ScheduleError(f"schedule {name}: {what} is {number}; it must be at least 1")
     stages = len(problem.model.placement)
-    if chunks not in family.chunks:
-        has = f"{family.chunks[0]}" if len(family.chunks) == 1 else f"at least {family.chunks[0]}"
-        raise ScheduleError(f"schedule {name} has {has} stages per rank, not {chunks}")
-    if not family.has(chunks, problem.shape):
+    possible = family.chunks_in(problem.shape)
+    if not possible:
         raise ScheduleError(f"schedule {name} has {family.placement} placement, not {problem.shape}")
+    if chunks not in possible:
+        has = f"at least {possible[0]}" if isinstance(possible, range) else " or ".join(map(str, possible))
+        raise ScheduleError(
+            f"schedule {name} has {has} stages per rank in {problem.shape} placement, not {chunks}"
+        )
     described = len(problem.model.costs.stages)
     if described != stages:
         raise ScheduleError(

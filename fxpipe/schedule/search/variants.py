@@ -28,7 +28,7 @@ def families_of(variant: Problem) -> list[Family]:
     return [
         family
         for family in FAMILIES.values()
-        if family.has(variant.stages_per_rank, variant.shape)
+        if variant.stages_per_rank in family.chunks_in(variant.shape)
         and (family.name == SEARCHED or (not family.is_searched and variant.slack != _TWICE))
         and not (family.for_offload and variant.offload is None)
     ]
