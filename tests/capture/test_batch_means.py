@@ -213,7 +213,7 @@ def test_a_divisor_of_many_ops_on_a_number_of_the_batch():
 
     example = torch.randn(ROWS, WIDTH), torch.tensor(12.0)
     step = capture(Counted(), example, None, 0.5, torch.device("cpu"))
-    assert step.means.has_total
+    assert step.means.totals
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it since 2.13")

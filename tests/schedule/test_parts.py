@@ -90,7 +90,7 @@ def test_every_family_has_an_order_of_parts(seed):
     for family in FAMILIES.values():
         if family.is_searched:
             continue
-        ranks, chunks, shape = random.randint(1, 4), family.chunks[0], family.shapes[0]
+        ranks, chunks, shape = random.randint(1, 4), family.stages_per_rank, family.placement
         parts = tuple(random.randint(1, 3) for _ in range(ranks * chunks))
         of = problem(ranks, random.randint(2, 6), parts, shape, exchange=random.choice([0.0, 0.7]))
         timeline = simulate(schedule_of(family.name, of), of.costs)

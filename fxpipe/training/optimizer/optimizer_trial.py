@@ -445,6 +445,10 @@ class _CommunicatesError(RunError):
 class _NoCommunication(TorchDispatchMode):
     """Raises before anything is sent."""
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # else Dynamo would never compile again what a trial calls
+
     def __torch_dispatch__(self, op: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if op.namespace in ("c10d", "_c10d_functional"):
             raise _CommunicatesError(op.name().partition("::")[2].rstrip("_"))
