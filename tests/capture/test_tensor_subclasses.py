@@ -115,3 +115,23 @@ def test_a_registered_one(kind):
         model.other = nn.Parameter(scaled, requires_grad=False)  # neither has memory of its own
     with pytest.raises(fxpipe.CaptureError, match=r"'table' is a Scaled, .* \(data8, scale\)\. Register"):
         fxpipe.compile(model, data(ROWS), ranks=2, microbatches=2)
+
+
+class KeepsScaled(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["exp_avg"] = Scaled.of(p.detach())
+
+
+def test_an_optimizer_that_keeps_them(tmp_path):
+    """A checkpoint tells so: its files have none."""
+    pipe = fxpipe.compile(Model(), data(ROWS), ranks=1, microbatches=2, schedule="1f1b", mean="microbatch")
+    optimizer = pipe.optimizer(KeepsScaled, lr=0.1)
+    pipe.step(data(2 * ROWS))
+    optimizer.step()
+    with pytest.raises(
+        fxpipe.RunError, match=r"keeps 'exp_avg' of layers.0.weight as a Scaled, which is made"
+    ):
+        fxpipe.Checkpointer(pipe, tmp_path, optimizer=optimizer).save()

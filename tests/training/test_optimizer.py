@@ -500,6 +500,35 @@ def test_communication_within_an_update():
         torch.distributed.destroy_process_group()
 
 
+class Compiles(torch.optim.SGD):
+    """Compiles its update, as torchao's optimizers of few bits do."""
+
+    def step(self, closure=None):
+        def update(x, grad, lr):
+            return x - lr * grad
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                with torch.no_grad():
+                    compiled = torch.compile(update, backend="eager", fullgraph=True)
+                    p.copy_(compiled(p.detach(), p.grad, group["lr"]))
+
+
+def test_an_update_that_is_compiled():
+    """Also behind the trials, in which a mode of torch's looks at its ops."""
+    model = Squares()
+    pipe, plain = pipeline(model), copy.deepcopy(model)
+    ours, theirs = pipe.optimizer(Compiles, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        pipe.step(batch(step))
+        plain(**batch(step)).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(pipe.state_dict()[name], value), name
+
+
 class Sums(Base):
     """Makes its state in the constructor, as torch's Adagrad does, and goes on without it if it has none."""
 

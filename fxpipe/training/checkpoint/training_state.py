@@ -115,6 +115,12 @@ def tensors_of(
                     f"The optimizer's state of {name} has the key {key!r}, by which a checkpoint cannot name "
                     "a tensor. Checkpoints need keys that are texts without a dot."
                 )
+            if hasattr(type(value), "__tensor_flatten__"):
+                raise RunError(
+                    f"{class_of(optimizer)} keeps {key!r} of {name} as a {type(value).__name__}, which is "
+                    "made of other tensors, and a checkpoint holds plain ones. Save optimizer.state_dict() "
+                    "of each rank by torch.save, and the model by a Checkpointer without optimizer=."
+                )
             if isinstance(value, torch.Tensor):
                 tensors[f"{OPTIMIZER}{name.tensor}.{key}"] = part_of(state, name, value)
     return tensors
