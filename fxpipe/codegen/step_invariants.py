@@ -9,10 +9,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Aliases, Scope, item, variable
-from fxpipe.codegen.layers.layer_functions import from_to
+from fxpipe.codegen.layers.layer_functions import INDUCTOR, from_to
 from fxpipe.codegen.layers.sequences import loop_head
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.statements import Statement, body
@@ -20,8 +21,10 @@ from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal, unused
 from fxpipe.ir.size import size_names
-from fxpipe.ir.storage import leading_to
+from fxpipe.ir.storage import is_view, leading_to
 from fxpipe.ir.text import shape_text
+
+aten = torch.ops.aten
 
 Values = Mapping[fx.Node, str]
 """The nodes of a graph that compute the values of a rank, each with the value's name."""
@@ -38,7 +41,9 @@ def count_lengths(values: Values) -> list[str]:
     return size_names(leading_to(values))
 
 
-def once_source(values: Values, names: Aliases) -> str:
+def once_source(values: Values, names: Aliases, *, compiled: bool) -> str:
+    """compiled: whether Inductor compiles functions of the program; then this one, too, if it computes more
+    of weights than casts."""
     scope = Scope(names, {node: item(Kind.ONCE, name) for node, name in values.items()})
     nodes = sorted(n for n in leading_to(values) if n.op == "call_function")
     loops = [alike for alike in _layers(nodes, values) if len(alike) > 2]
@@ -51,7 +56,10 @@ def once_source(values: Values, names: Aliases) -> str:
 
         return node_lines([n for n in nodes if n in some], scope, place, values.keys(), shape)
 
+    is_compiled = compiled and any(map(_is_weight, nodes))
+    names.uses_inductor |= is_compiled
     text = [
+        *[INDUCTOR] * is_compiled,
         f"def once_a_step({', '.join(once_containers(values))}):",
         '    """What no microbatch changes."""',
         "    once = {}",
@@ -78,6 +86,12 @@ def counts_source(values: Values, names: Aliases) -> str:
         f"    return {{{entries}}}",
     ]
     return "\n".join(map(wrapped, text))
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether an op computes of a parameter what is no cast."""
+    sources = (n.meta["input"].kind for n in leading_to([node]) if n.op == "placeholder")
+    return not is_view(node) and node.target is not aten._to_copy.default and Kind.PARAMETER in sources
 
 
 _Nodes = Sequence[fx.Node]

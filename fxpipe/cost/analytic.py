@@ -40,17 +40,21 @@ def analytic_seconds(
     sections = defaultdict[Color, list[fx.Node]](list)
     for node in call_nodes(graph):
         sections[node.meta["color"]].append(node)
-    seconds: dict[Color, float] = {}
-    for color, nodes in sections.items():
-        ops, fused = kernels_of(nodes, color.phase, compiled)
-        moved = (kernel.bytes_moved() for kernel in fused)
-        # The overhead once a section, whatever is in it: the call and its messages.
-        seconds[color] = (
-            device.stage_overhead
-            + sum(map(node_seconds, ops))
-            + sum(device.seconds(0, each, "float32", "move") for each in moved)
-        )
-    return seconds
+    # The overhead once a section, whatever is in it: the call and its messages.
+    return {
+        color: device.stage_overhead + function_seconds(nodes, color.phase, node_seconds, compiled)
+        for color, nodes in sections.items()
+    }
+
+
+def function_seconds(
+    nodes: Sequence[fx.Node], phase: Phase, node_seconds: NodeSeconds, compiled: Collection[Phase]
+) -> float:
+    """The seconds of ops that one function computes, in order.  compiled: as for ``analytic_seconds``."""
+    ops, fused = kernels_of(nodes, phase, compiled)
+    moved = (kernel.bytes_moved() for kernel in fused)
+    device = node_seconds.device
+    return sum(map(node_seconds, ops)) + sum(device.seconds(0, each, "float32", "move") for each in moved)
 
 
 def seconds_of_ops(

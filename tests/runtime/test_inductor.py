@@ -22,6 +22,7 @@ from marks import with_variations
 from safetensors.torch import load_file
 from tensor_parallel import Words, batch, parallelized
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from zoo import (
     CASES,
     LENGTH,
@@ -47,6 +48,7 @@ import fxpipe.runtime.program.inductor
 from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.compiled import is_compiled
 from fxpipe.ir.graph import Section
+from fxpipe.ir.nodes import call_targets
 from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.storage import call_nodes, written
 from fxpipe.runtime.program.checks import expect
@@ -456,6 +458,34 @@ def test_views_fit_the_strides_of_inductors_own_ops(interpreted, monkeypatch):
     found = function(*given)
     assert all(torch.equal(a, b) for a, b in zip(found, joined(*given), strict=True))
     assert interpreted.number == 1
+
+
+class Halved(Chain):
+    """The layers read weights that are made of the parameters alone."""
+
+    def __init__(self, depth: int = 4):
+        super().__init__(depth)
+        for block in self.blocks:
+            for layer in (block.inner, block.outer):
+                weight_norm(layer)
+
+
+def test_weights_are_made_once_a_step_by_a_compiled_function(interpreted):
+    with torch.random.fork_rng():
+        model, batch = Halved(), numbers(12)
+    given = {"ranks": 2, "microbatches": 3, "schedule": "zb-h1", "loss_fn": None}
+    with captured_once("halved"):
+        pipes = [
+            fxpipe.compile(model, numbers(4), **given, backend=backend) for backend in ("eager", "inductor")
+        ]
+    assert pipes[1].check().holds
+    assert all("@inductor\ndef once_a_step(params" in program for program in pipes[1].artifact.programs)
+    assert not any("@inductor" in program for program in pipes[0].artifact.programs)
+    eager, compiled = (pipe.run_local(batch) for pipe in pipes)
+    assert torch.equal(eager.loss, compiled.loss)
+    assert all(torch.equal(grad, compiled.grads[name]) for name, grad in eager.grads.items())
+    of_weights = [g for g in interpreted.graphs if aten._weight_norm_interface.default in call_targets(g)]
+    assert len(of_weights) == 2, "one of each rank"
 
 
 def test_a_function_with_checks_alone(interpreted):

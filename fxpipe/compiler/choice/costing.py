@@ -27,7 +27,13 @@ from fxpipe.compiler.tensor_ownership import (
     weight_bytes,
     with_replicas,
 )
-from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs, work_for_any_size
+from fxpipe.cost.analytic import (
+    SecondsOfRanks,
+    function_seconds,
+    seconds_on,
+    section_costs,
+    work_for_any_size,
+)
 from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.cost.exchange import StageTensors, exchanges
 from fxpipe.cost.profile import Known, measured_seconds
@@ -43,6 +49,7 @@ from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.memory_text import MemoryText
+from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.parts import placement_of_parts
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.units import units_of
@@ -144,7 +151,12 @@ class Costing:
                 stage_tensors(tensors, ownership, cut.sections, options.grad_dtype, self.lanes),
                 trained_parameters(tensors, ownership, options.grad_dtype, self.lanes),
                 tuple(
-                    sum(map(of.options.seconds, (n for n in leading_to(values) if n.op == "call_function")))
+                    function_seconds(
+                        sorted(n for n in leading_to(values) if n.op == "call_function"),
+                        Phase.F,
+                        of.options.seconds,
+                        options.compiled,
+                    )
                     for values in computed_once(cut.graph, ranks, options.mesh.ranks)
                 ),
             )

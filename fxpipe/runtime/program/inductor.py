@@ -191,6 +191,9 @@ def _built(numbers: Any) -> Callable[[list[object]], object]:
     """A function that nests values as their numbers are: pytree's own takes as long as a small kernel."""
     if isinstance(numbers, int):
         return itemgetter(numbers)
+    if isinstance(numbers, dict):  # of what a program computes once a step
+        named = {name: _built(part) for name, part in numbers.items()}
+        return lambda values: {name: part(values) for name, part in named.items()}
     kind, parts = type(numbers), [_built(part) for part in numbers]
     if kind is list and numbers and all(isinstance(number, int) for number in numbers):
         return itemgetter(slice(numbers[0], numbers[-1] + 1))
