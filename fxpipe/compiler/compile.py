@@ -40,12 +40,12 @@ from fxpipe.cost.devices.device import Device
 from fxpipe.cost.profile import known_tensors
 from fxpipe.cost.rewrites import mask_rewrites, weight_rewrites
 from fxpipe.cost.throughput import step_flops
-from fxpipe.errors import SizeError
+from fxpipe.errors import LimitError, SizeError
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import TriedMesh
-from fxpipe.plan.rewrites import Mask
+from fxpipe.plan.rewrites import Mask, Rule
 from fxpipe.runtime.batch.microbatches import batch_leaves, check_unshared
 
 
@@ -211,6 +211,9 @@ def _at_lengths_of_programs(
         return str(error)
 
 
+_OF_WEIGHTS: Rule = "weights-once"
+
+
 @for_graphs
 def compile_model(
     request: Compilation,
@@ -244,11 +247,19 @@ def compile_model(
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
         # the schedule with the shortest simulated step.
         def chosen_with(variant: Settings) -> Chosen:
-            if variant.parts == request.options.parts:
+            if (variant.parts, variant.without) == (request.options.parts, request.options.without):
                 return choose(variant, stages, costing)
             return choose(variant, *cut_with(variant))
 
-        options, chosen = with_uses(options, step.captured.lanes.number, chosen_with)
+        lanes = step.captured.lanes.number
+        try:
+            options, chosen = with_uses(options, lanes, chosen_with)
+        except LimitError:
+            if all(each.rule != _OF_WEIGHTS for of in stages for each in of.step.rewrites):
+                raise
+            # Ranks that hold none of these weights throughout the step may keep the limit.
+            leaner = replace(options, without=(*options.without, _OF_WEIGHTS))
+            options, chosen = with_uses(leaner, lanes, chosen_with)
         cut, live, result = chosen.placed.cut, chosen.placed.live, chosen.result
         work = None
         if cut.step.resized is not None:

@@ -9,6 +9,7 @@ import torch
 import zoo
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from zoo import (
     LENGTH,
@@ -28,6 +29,7 @@ from zoo import (
 import fxpipe
 from fxpipe.errors import LimitError
 from fxpipe.ir.graph import Kind
+from fxpipe.plan.memory import rank_memory
 
 WIDTH, MICROBATCHES = 16, 3
 # Both round to bfloat16, of eight bits, in the same places; a split vocabulary also sums in other places.
@@ -256,6 +258,28 @@ def test_each_step_rounds_what_the_optimizer_made():
         for name, parameter in plain.named_parameters():
             parameter.grad = expected.grads[name]
         theirs.step()
+
+
+def test_a_memory_limit_that_leaves_no_room_for_them():
+    """As many rows as make the weights cheap beside products, which then make them again in the backward."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(weight_norm(nn.Linear(2048, 2048)) for _ in range(8)))
+        x = torch.ones(1 << 16, 2048)
+    given = {"ranks": 2, "microbatches": 2, "schedule": "1f1b", "costs": "H100", "check": False}
+    given["loss_fn"] = lambda y, batch: y.square().mean()
+
+    def compiled(**options):
+        pipe = fxpipe.compile(model, (x,), **given, **options)
+        return pipe, max(rank.peak for rank in rank_memory(pipe.plan, pipe.plan.prediction.peak_memory))
+
+    whole, most = compiled()
+    _, least = compiled(without=["weights-once"])
+    within, peak = compiled(memory_limit=least)
+    assert peak <= least < most
+    assert "weights-once" in {each.rule for each in whole.plan.rewrites}
+    assert "weights-once" not in {each.rule for each in within.plan.rewrites}
+    with pytest.raises(LimitError):
+        compiled(memory_limit=least // 2)
 
 
 def test_what_is_no_smaller_and_one_direction_needs_is_not_held():

@@ -127,8 +127,8 @@ class Cuts:
     depend on the ranks that have them, unless vocabulary layers are split over these."""
 
     def __init__(self) -> None:
-        # By the parts of the output layer, and whether exchanges are divided.
-        self._split: dict[tuple[int, bool], StepGraphs] = {}
+        # By the parts of the output layer, whether exchanges are divided, and the rules.
+        self._split: dict[tuple[object, ...], StepGraphs] = {}
         self._stages: dict[tuple[object, ...], Stages | PartitionError] = {}
         self._cuts: dict[tuple[StepGraphs, Level | None], Cut] = {}
 
@@ -137,7 +137,7 @@ class Cuts:
         # Its shards depend on the number of ranks, so other numbers cannot use it.
         if options.barriers is not None:
             return split(step, options)
-        key = options.head_chunks, options.parts == EXCHANGES
+        key = options.head_chunks, options.parts == EXCHANGES, options.rules
         if key not in self._split:
             self._split[key] = split(step, options)
         return self._split[key]
@@ -145,7 +145,7 @@ class Cuts:
     def stages_of(self, step: StepGraphs, options: CutOptions, phase: Phases) -> Stages:
         """``stages_of``, of a result of ``split``."""
         cut = options.slowness, options.balanced, options.cuts, options.tensors_of
-        key = step, options.stages, options.parts, *cut
+        key = step, options.stages, options.parts, options.rules, *cut
         if key not in self._stages:
             try:
                 self._stages[key] = stages_of(step, options, phase)
