@@ -301,8 +301,8 @@ def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbat
     for results, times in ((named.outputs, microbatches), (named.buffers, 1)):
         for node in results.values():
             total[placement[node.meta["color"].stage]] += times * node.meta["val"].nbytes
-    held = map(once_bytes, computed_once(graph, placement, ranks))
-    return tuple(size + of_step for size, of_step in zip(total, held, strict=True))
+    once = map(once_bytes, computed_once(graph, placement, ranks))
+    return tuple(size + of_step for size, of_step in zip(total, once, strict=True))
 
 
 def computed_once(graph: fx.Graph, placement: Sequence[int], ranks: int) -> list[set[fx.Node]]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpipe.cost.devices.cluster import Cluster
 from fxpipe.cost.devices.device import Device
-from fxpipe.cost.fusion import kernels_of
+from fxpipe.cost.fusion import Kernel, kernels_of
 from fxpipe.cost.nodes import NodeSeconds, is_free, sent_between_lanes, work_of
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.ir.builder import node_arg
@@ -52,9 +52,11 @@ def function_seconds(
 ) -> float:
     """The seconds of ops that one function computes, in order.  compiled: as for ``analytic_seconds``."""
     ops, fused = kernels_of(nodes, phase, compiled)
-    moved = (kernel.bytes_moved() for kernel in fused)
-    device = node_seconds.device
-    return sum(map(node_seconds, ops)) + sum(device.seconds(0, each, "float32", "move") for each in moved)
+    return sum(map(node_seconds, ops)) + sum(_kernel_seconds(kernel, node_seconds.device) for kernel in fused)
+
+
+def _kernel_seconds(kernel: Kernel, device: Device) -> float:
+    return device.seconds(0, kernel.bytes_moved(), "float32", "move")
 
 
 def seconds_of_ops(
@@ -75,8 +77,8 @@ def seconds_of_ops(
         )
         seconds |= {node: node_seconds(node) for node in ops}
         for kernel in fused:
-            moved = node_seconds.device.seconds(0, kernel.bytes_moved(), "float32", "move")
-            seconds[min(kernel.ops)] = seconds.get(min(kernel.ops), 0.0) + moved
+            first = min(kernel.ops)
+            seconds[first] = seconds.get(first, 0.0) + _kernel_seconds(kernel, node_seconds.device)
     return lambda node: seconds.get(node, 0.0)
 
 

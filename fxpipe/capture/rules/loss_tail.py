@@ -154,7 +154,9 @@ class Tail:
             value: torch.Tensor = source.meta["val"]
             return not value.dim() and value.dtype is not torch.bool
 
-        return frozenset(x.meta["input"].name for x in sources if all(map(is_total, sources)))
+        return (
+            frozenset(x.meta["input"].name for x in sources) if all(map(is_total, sources)) else frozenset()
+        )
 
     def _sums_rows(self, division: fx.Node) -> bool:
         """Whether what is divided is a sum over rows, as of the losses of all labels."""

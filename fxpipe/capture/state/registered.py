@@ -79,8 +79,8 @@ def registered(model: nn.Module, kept: Collection[str] = ()) -> list[Registered]
 
 
 def check_class(name: str, tensor: torch.Tensor) -> None:
-    """Raise CaptureError, naming the tensor, for one of a class that changes what torch's ops do; what is a
-    DTensor is none by now."""
+    """Raise CaptureError, naming the tensor, for one of a class that changes what torch's ops do, but for a
+    DTensor, which the trace knows."""
     torchs = ("torch", "torch._tensor", "torch._C", "torch.nn.parameter")
     kind: Any = type(tensor)
     for base in () if is_dtensor(tensor) else kind.__mro__[: kind.__mro__.index(torch.Tensor)]:

@@ -118,8 +118,8 @@ def _means(plan: StepPlan) -> list[str]:
     if counts is None:
         return []
     # Of a number of the whole batch each microbatch of this replica has a share, whatever others have.
-    own = ("rt.own_count" if name in Share.used else name for name in counts)
-    arguments = ", ".join(["counts", "batches", *own])
+    containers = ("rt.own_count" if name in Share.used else name for name in counts)
+    arguments = ", ".join(["counts", "batches", *containers])
     return [f"{'once' if once is None else 'means'} = rt.batch_means({arguments})"]
 
 

@@ -42,15 +42,15 @@ def computed_weights(graph: fx.Graph, resized: ResizedTraces | None) -> set[fx.N
 def compute_once(graph: fx.Graph, resized: ResizedTraces | None, weights: Set[fx.Node] = frozenset()) -> None:
     """weights: of ``computed_weights``, those to compute once a step, too."""
     casts = _casts(graph)
-    held = once_values(graph, resized) | casts.keys() | weights
+    of_step = once_values(graph, resized) | casts.keys() | weights
     means = graph.find_nodes(op="call_function", target=batch_mean)
-    if not held and not means:
+    if not of_step and not means:
         return
     # No microbatch changes a parameter, though the optimizer does: what is made of it is made anew each step.
     once = fx.Graph()
-    copies = copied(leading_to(held), once, resized)
+    copies = copied(leading_to(of_step), once, resized)
     counts = copied(leading_to(means), once, resized)
-    values = {node: copies[node] for node in sorted(held)} | {node: counts[node] for node in means}
+    values = {node: copies[node] for node in sorted(of_step)} | {node: counts[node] for node in means}
     first = next(n for n in graph.nodes if n.op != "placeholder")
     names = set[str]()
     inputs: dict[fx.Node, fx.Node] = {}
