@@ -172,3 +172,18 @@ def test_a_forward_without_an_op_that_costs():
     assert (float(found.loss), float(found.grads["weight"])) == (2.0, 1.0)
     with pytest.raises(PartitionError, match="Stage 0 would be empty"):
         fxpipe.compile(Constant(lambda weight: weight), (torch.zeros(2),), **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "cut"), [(7.0, 1), (10.0, 1), (20.0, 0)], ids=["short", "shorter than other cuts", "too long"]
+)
+def test_no_message_takes_longer_than_stages_of_another_cut(message, cut):
+    """Eight seconds on each side of the middle, or four and twelve."""
+    seconds, sizes = [4.0, 4.0, 6.0, 2.0], [5.0, 1.0, 5.0, 0.0]
+    assert choose_cuts(seconds, sizes, 2, messages=[1.0, message, 1.0, 0.0]) == (cut,)
+
+
+def test_stages_are_balanced_where_all_messages_are_long():
+    assert choose_cuts([4.0, 4.0, 6.0, 2.0], [5.0, 5.0, 1.0, 0.0], 2, messages=[40.0, 40.0, 40.0, 0.0]) == (
+        1,
+    )
